@@ -5,7 +5,6 @@ import torch.distributed as dist
 from helpers.hosts import KINDS, Host
 from plain_cases import (
     ACTIVATIONS,
-    DRAWS,
     SUMMED,
 )
 from planted_faults import Setting, cases_of, change
@@ -66,35 +65,10 @@ def setting(kind, group, kwargs=None, the_batch=None, **changes):
     return Setting(model, the_batch or batch(), loss, kwargs or {})
 
 
-def see_all_tokens(attention):
-    """Of LLaMA, by SDPA."""
-    kind = type(attention)
-
-    def forward(self, *args, **kwargs):
-        return kind.forward(self, *args, **{**kwargs, "attention_mask": None, "is_causal": False})
-
-    change(attention, forward=forward)
-
-
 @colossalai((SUMMED, ACTIVATIONS), ("model.layers.1.mlp.down_proj",))
 def llama_row_layer_without_its_sum(rank, group):
     made = setting("Llama", group)
     change(made.model.model.layers[1].mlp.down_proj, forward=lambda self, x: functional.linear(x, self.weight))
-    return made
-
-
-@colossalai((DRAWS, ACTIVATIONS), ("bert.embeddings.dropout",))
-def bert_dropout_of_embeddings_by_rank(rank, group):
-    """Colossal-AI's dropout of replicated inputs, with the generator of that of parallel ones."""
-    made = setting("Bert", group, hidden_dropout_prob=0.2)
-    quiet_rows(made)
-    dropout = made.model.bert.embeddings.dropout
-    generator = torch.Generator().manual_seed(3 + rank)
-
-    def forward(self, x):
-        return x * (torch.rand(x.shape, generator=generator) >= self.p) / (1 - self.p)
-
-    change(dropout, forward=forward)
     return made
 
 
@@ -113,11 +87,6 @@ def llama_with_grouped_keys(rank, group):
 
 
 @colossalai()
-def qwen2_as_it_is(rank, group):
-    return setting("Qwen2", group)
-
-
-@colossalai()
 def bert_with_dropout_of_replicated_embeddings(rank, group):
     made = setting("Bert", group, hidden_dropout_prob=0.2)
     quiet_rows(made)
@@ -127,15 +96,3 @@ def bert_with_dropout_of_replicated_embeddings(rank, group):
 @colossalai()
 def gpt2_whose_packed_weights_are_cut_by_part(rank, group):
     return setting("GPT2", group, the_batch=batch(has_mask=True), attention="eager")
-
-
-@colossalai()
-def llama_whose_head_is_tied(rank, group):
-    return setting("Llama", group, tie_word_embeddings=True)
-
-
-@colossalai()
-def bert_with_masked_labels(rank, group):
-    inputs = batch()
-    inputs["labels"][inputs["labels"] % 3 == 0] = -100
-    return setting("Bert", group, the_batch=inputs)

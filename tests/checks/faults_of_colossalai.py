@@ -65,11 +65,6 @@ def llama_sees_later_tokens_under_split_gather(rank, group):
     return boosted("Llama", group, sequence="split_gather", the_batch=batch(has_mask=True))
 
 
-@colossalai((LATER,), ("", *_named("model.layers.{}.self_attn")))
-def llama_sees_later_tokens_under_all_to_all(rank, group):
-    return boosted("Llama", group, sequence="all_to_all", the_batch=batch(has_mask=True))
-
-
 @colossalai(
     (PARTIAL, GRADIENTS),
     _named("bert.encoder.layer.{}.output.dense", "bert.encoder.layer.{}.attention.output.dense"),
@@ -93,8 +88,3 @@ def llama_under_split_gather_with_a_padded_row(rank, group):
     inputs = batch(has_mask=True)
     inputs["attention_mask"][0, -1] = 0
     return boosted("Llama", group, sequence="split_gather", the_batch=inputs)
-
-
-@colossalai()
-def bert_without_dropout_boosted(rank, group):
-    return boosted("Bert", group)

@@ -33,20 +33,6 @@ class SumOfGradients(torch.autograd.Function):
         return dx, None
 
 
-class Sum(torch.autograd.Function):
-    """The sum over ranks in forward; in backward the gradient itself."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy, None
-
-
 def setting(group, kwargs=None, the_loss=loss, the_batch=None, **options):
     model = split(whole(**options), group)
     return Setting(model, the_batch or batch(), the_loss, kwargs or {})
@@ -57,14 +43,6 @@ def row_product_that_nobody_sums(rank, group):
     made = setting(group)
     down = made.model.blocks[1].mlp.down
     change(down, forward=lambda self, x: functional.linear(x, self.weight, self.bias))
-    return made
-
-
-@plain((SUMMED,), ("blocks.0.mlp.down",))
-def bias_added_before_the_sum(rank, group):
-    made = setting(group)
-    down = made.model.blocks[0].mlp.down
-    change(down, forward=lambda self, x: Sum.apply(functional.linear(x, self.weight, self.bias), group))
     return made
 
 
@@ -142,14 +120,6 @@ def other_batches_on_the_ranks(rank, group):
     return setting(group, the_batch=batch(rank))
 
 
-@plain(("parameters differ between ranks",), ("blocks.1.norm2.weight",))
-def norm_that_is_seeded_otherwise(rank, group):
-    made = setting(group)
-    with torch.no_grad():
-        made.model.blocks[1].norm2.weight += 0.1 * rank
-    return made
-
-
 @plain(("parameter is never read",), ("blocks.1.scale",))
 def scale_that_nothing_reads(rank, group):
     made = setting(group, has_scale=True)
@@ -204,11 +174,6 @@ def decoder_as_it_is(rank, group):
 
 
 @plain()
-def dropout_on(rank, group):
-    return setting(group, dropout=0.2)
-
-
-@plain()
 def tied_head_and_grouped_keys_and_values(rank, group):
     return setting(group, is_tied=True, kv_heads=2)
 
@@ -216,11 +181,6 @@ def tied_head_and_grouped_keys_and_values(rank, group):
 @plain()
 def labels_that_are_masked(rank, group):
     return setting(group, the_loss=decoders.masked_loss)
-
-
-@plain()
-def attention_that_is_meant_to_see_all_tokens(rank, group):
-    return setting(group, is_causal=False)
 
 
 @plain()

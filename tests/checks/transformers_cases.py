@@ -4,9 +4,8 @@ import shutil
 import tempfile
 
 import torch.distributed as dist
-from colossalai_cases import see_all_tokens
 from helpers.transformers_models import batch, split_by_plan, whole_decoder
-from plain_cases import ACTIVATIONS, GRADIENTS, LATER, PARTIAL, SUMMED
+from plain_cases import ACTIVATIONS, GRADIENTS, PARTIAL, SUMMED
 from planted_faults import Setting, cases_of
 from torch import nn
 
@@ -48,21 +47,6 @@ def row_layer_that_gives_its_own_product(rank, group):
     return made
 
 
-@transformers((LATER,), ("model.layers.0.self_attn", "model.layers.1.self_attn", ""))
-def mask_that_is_dropped(rank, group):
-    made = setting("llama", rank)
-    for layer in made.model.model.layers:
-        see_all_tokens(layer.self_attn)
-    return made
-
-
-@transformers(("tie is broken",), ("lm_head.weight", "model.embed_tokens.weight", "lm_head", "model.embed_tokens"))
-def head_that_is_untied(rank, group):
-    made = setting("llama", rank, is_tied=True)
-    made.model.lm_head.weight = nn.Parameter(made.model.lm_head.weight.detach().clone())
-    return made
-
-
 @transformers((PARTIAL, GRADIENTS), tuple(f"model.layers.{n}.self_attn.{item}_norm" for n in (0, 1) for item in "qk"))
 def norms_of_heads_that_nobody_sums(rank, group):
     """Version 4.51 does not, by its plan of Qwen3; of version 5 the hooks are taken away."""
@@ -79,18 +63,6 @@ def norms_of_heads_that_nobody_sums(rank, group):
 @transformers()
 def llama_by_its_plan(rank, group):
     return setting("llama", rank, kwargs={"reference": lambda: whole("llama")})
-
-
-@transformers()
-def mistral_and_masked_labels(rank, group):
-    inputs = batch(2)
-    inputs = {**inputs, "labels": inputs["labels"].masked_fill(inputs["labels"] % 3 == 0, -100)}
-    return setting("mistral", rank, the_batch=inputs)
-
-
-@transformers()
-def qwen2_with_biases(rank, group):
-    return setting("qwen2", rank)
 
 
 @transformers()

@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch.distributed as dist
+
 from helpers.processes import for_each
 
 
@@ -34,3 +36,10 @@ def on_ranks(
         return test
 
     return decorate
+
+
+def gathered(group: dist.ProcessGroup, value: Any) -> list[Any]:
+    """Return what each rank of the group has given, by rank, on all of them."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values

@@ -1,12 +1,11 @@
 """Heads of transformers' attention move where they are computed alike, whatever functions a user puts in its place."""
 
 import functools
-import importlib
 
 import pytest
 import torch
 from helpers.hosts import DEPTH, KINDS, build, compute, split
-from helpers.on_ranks import on_ranks
+from helpers.on_ranks import gathered, on_ranks
 from helpers.parallel_layers import results
 from helpers.processes import in_first_rank
 
@@ -107,51 +106,9 @@ def test_heads_do_not_move_any_more_once_the_function_has_changed(rank, group, *
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
-def weighted(real):
-    """Weighs heads by their number in what a function returns, or in its first tensor."""
-
-    def weigh(*given, **options):
-        result = real(*given, **options)
-        y = result[0] if isinstance(result, tuple) else result
-        y = y * torch.linspace(1, 2, y.shape[1], dtype=y.dtype).view(1, -1, 1, 1)
-        return (y, *result[1:]) if isinstance(result, tuple) else y
-
-    return functools.wraps(real)(weigh)
-
-
-#: What a user may put in place of what attention calls: the module that holds it, its name and the implementation.
-CALLED = [
-    ("transformers.models.llama.modeling_llama", "apply_rotary_pos_emb", "sdpa"),
-    ("transformers.models.llama.modeling_llama", "rotate_half", "sdpa"),
-    ("transformers.models.llama.modeling_llama", "repeat_kv", "eager"),
-    ("transformers.integrations.sdpa_attention", "repeat_kv", "sdpa"),
-    ("torch.nn.functional", "scaled_dot_product_attention", "sdpa"),
-]
-
-
 @on_ranks(2)
-@in_first_rank
-def test_heads_stay_where_what_the_forward_calls_was_replaced(rank, group, *, monkeypatch):
-    """Before or after convert; one that treats heads alike does no harm."""
-
-    for place, name, attention in CALLED:
-        home = importlib.import_module(place)
-        real = getattr(home, name)
-        segments, _ = attention_of(split(build("Llama", attention), group), group)
-        for replaced, is_sound in ((weighted(real), False), (functools.wraps(real)(functools.partial(real)), True)):
-            with monkeypatch.context() as patch:
-                patch.setattr(home, name, replaced)
-                reason = segments[0].why_even()
-                assert (reason is None) == is_sound and (is_sound or BY_NUMBERS in reason), (name, reason)
-                again, _ = attention_of(split(build("Llama", attention), group), group)
-                assert len(again) == (DEPTH if is_sound else 0), name
-
-
-def test_heads_do_not_move_any_more_once_the_function_needs_one(run_ranks):
-    def check(rank, group):
-        segments, _ = attention_of(model := split(build("Llama", "eager"), group), group)
-        model.config._attn_implementation = "flash_attention_2"
-        return segments[0].min_units, segments[0].why_even()
-
-    for fewest, reason in run_ranks(check, 2):
+def test_heads_do_not_move_any_more_once_the_function_needs_one(rank, group):
+    segments, _ = attention_of(model := split(build("Llama", "eager"), group), group)
+    model.config._attn_implementation = "flash_attention_2"
+    for fewest, reason in gathered(group, (segments[0].min_units, segments[0].why_even())):
         assert fewest == 0 and "switched after convert to one that cannot compute with no heads" in reason

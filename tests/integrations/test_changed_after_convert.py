@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from helpers.on_ranks import on_ranks
+from helpers.on_ranks import gathered, on_ranks
 from torch import nn
 from torch.nn.modules import module as modules_of_torch
 
@@ -137,17 +137,15 @@ def test_units_stay_where_a_model_was_changed_after_convert(rank, group, kind, i
         changed.remove()
 
 
-def test_hooks_that_treat_elements_alike_can_be_named(run_ranks):
-    def check(rank, group):
-        register_elementwise(norm)
-        model, balancer = converted(group)
-        model[0].up.weight.register_hook(norm)
-        model[0].act.register_forward_hook(norm)
-        balancer.move((2, 1))
-        balancer.close()
-        return model[0].up.weight.shape[0]
-
-    assert run_ranks(check, 2) == [8, 4]
+@on_ranks(2)
+def test_hooks_that_treat_elements_alike_can_be_named(rank, group):
+    register_elementwise(norm)
+    model, balancer = converted(group)
+    model[0].up.weight.register_hook(norm)
+    model[0].act.register_forward_hook(norm)
+    balancer.move((2, 1))
+    balancer.close()
+    assert gathered(group, model[0].up.weight.shape[0]) == [8, 4]
 
 
 @on_ranks(2)

@@ -1,8 +1,5 @@
 """Colossal-AI's layers, swapped one by one: bit for bit what they were, and which stay as they are."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +8,6 @@ from helpers.on_ranks import on_ranks
 from helpers.parallel_layers import plan_keeping
 from helpers.processes import caught_log_lines
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 
 from zeroresize import convert
 from zeroresize.conversion import balanced_layers
@@ -124,26 +120,6 @@ def test_layers_that_cannot_be_balanced_stay_exactly_as_they_were(rank, group):
         assert model[name] is layer and (type(layer), vars(layer)) == before[name]
         (line,) = [line for line in lines if f"layer {name} " in line]
         assert reason in line
-
-
-@on_ranks(2, [("Linear1D_Col",), ("Linear1D_Row",), ("GPT2FusedLinearConv1D_Col",)])
-def test_a_copy_of_a_swapped_layer_is_another_one_alike(rank, group, kind):
-    from colossalai.tensor.d_tensor import get_global_shape, is_customized_distributed_tensor, is_distributed_tensor
-
-    model = nn.Sequential(native(Host(group), kind, 12, 18))
-    convert(model, process_group=group)
-    x = torch.randn(5, model[0].num_columns)
-    for copied in (copy.deepcopy(model), AveragedModel(model).module):
-        assert torch.equal(copied(x), model(x))
-        assert copied[0].process_group is group and balanced_layers(copied).keys() == {"0"}
-        for parameter, copied_parameter in zip(model.parameters(), copied.parameters(), strict=True):
-            assert parameter is not copied_parameter
-            assert is_distributed_tensor(parameter) == is_distributed_tensor(copied_parameter)
-            assert is_customized_distributed_tensor(parameter) == is_customized_distributed_tensor(copied_parameter)
-        if not kind.startswith("GPT2"):
-            assert get_global_shape(copied[0].weight) == (18, 12)
-    with pytest.raises(TypeError, match=r"process group: save model.state_dict\(\) instead"):
-        pickle.dumps(model)
 
 
 @on_ranks(2, [("GPT2FusedLinearConv1D_Col",), ("GPT2FusedLinearConv1D_Row",)])

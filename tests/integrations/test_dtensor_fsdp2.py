@@ -74,12 +74,3 @@ def test_columns_at_random_are_dropped_as_without_fully_shard(rank, group):
         assert isinstance(model.blocks[0].mlp.up.weight, DTensor)
         balancer.close()
     assert results[0] == pytest.approx(results[1], abs=1e-8)
-
-
-@on_ranks(4)
-def test_fully_shard_after_the_balancer_was_made_is_told_by_the_move(rank, group):
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = split(whole_model(), grid["tp"])
-    balancer = zr.Balancer(model, adamw(model), zr.BalanceConfig(mode="exact"), data_parallel_group=grid["dp"])
-    sharded(model, grid)
-    assert_refused_at_once(balancer, RuntimeError, "is a DTensor, a shard, as by a fully_shard after the Balancer")

@@ -1,10 +1,8 @@
 """check_segments() of models that torch's parallelize_module has split into DTensors."""
 
-import dataclasses
-
 import pytest
 import torch
-from helpers.dtensor_models import ATTENTION, HEADS, WIDTH, batch, mesh_of, split, whole_model
+from helpers.dtensor_models import ATTENTION, batch, mesh_of, split, whole_model
 from helpers.on_ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -39,20 +37,6 @@ def test_segments_that_move_soundly_pass_and_the_model_is_left_as_it_was(rank, g
         assert parameter is parameters[name] and isinstance(parameter, DTensor) and parameter.grad is None
         assert torch.equal(local_of(parameter), values[name]), name
     assert all(one.owned.is_even for one in owned_segments(balanced_layers(model)))
-
-
-def test_a_unit_that_is_half_a_head_is_an_error_on_every_rank(run_ranks):
-    wrong = [ATTENTION[0], dataclasses.replace(ATTENTION[1], unit_size=WIDTH // HEADS // 2, head_size=1)]
-
-    message = r"1 of 4 segments do not move soundly: blocks\.1\.attention\.out"
-
-    def check(rank, group):
-        with pytest.raises(ValueError, match=message) as error:
-            zr.check_segments(converted(wrong), batch(0))
-        return str(error.value)
-
-    first, second = run_ranks(check, 2)
-    assert first == second
 
 
 @on_ranks(4)

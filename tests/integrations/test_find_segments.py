@@ -12,7 +12,6 @@ from torch import nn
 from zeroresize import ColumnParallelLinear, RowParallelLinear
 from zeroresize.conversion import balanced_layers
 from zeroresize.integrations import known_modules
-from zeroresize.integrations.known_modules import register_segments
 from zeroresize.layers.segment import Segment
 
 WIDTH, INNER = 8, 12
@@ -346,16 +345,3 @@ def test_a_named_segment_that_cannot_be_is_an_error(run_ranks):
         assert str(error.value).startswith("Segment(column=[")
 
     run_ranks(in_first_rank(check), 2)
-
-
-@on_ranks(2)
-@in_first_rank
-def test_a_named_row_that_splits_its_input_itself_is_an_error(rank, group):
-    model = nn.Sequential(Layers(group).col(), Layers(group).row(input_is_parallel=False))
-    with pytest.raises(ValueError, match="1: it takes the whole input and splits it evenly itself"):
-        found_in(model, group, named=[Segment(["0"], "1")])
-
-
-def test_what_is_no_class_of_modules_cannot_be_registered():
-    with pytest.raises(TypeError, match=r"needs a class of torch\.nn\.Module, found 3"):
-        register_segments(3, lambda module: [])

@@ -130,12 +130,3 @@ def test_what_is_no_adapter_and_no_class_of_the_host_is_told():
     for other in (nn.Linear, zr.ColumnParallelLinear):
         with pytest.raises(ValueError, match=rf"{other.__name__} must be a subclass of BalancedLinear and of Linear"):
             SwappedClasses({nn.Linear: other})
-
-
-@on_ranks(2)
-def test_an_adapter_that_does_not_swap_in_place_is_an_error(rank, group):
-    register_host(Careless())
-    model = nn.Sequential(nn.Linear(4, 4))
-    model[0].process_group = group
-    with pytest.raises(TypeError, match=r"Careless did not make layer 0 \(Linear\) a BalancedLinear in place"):
-        zr.convert(model, process_group=group)

@@ -87,21 +87,6 @@ def test_what_would_fail_in_use_is_refused_by_convert(rank, group, options, mess
         assert "zeroresize.check_segments" in str(error.value)
 
 
-ALLOWED = {
-    "as the module keeps it": {},
-    "as it is told": {"keeps_size": False, "head_size": HEAD},
-    "two groups": {"unit_size": 4 * HEAD},
-    "whatever the module keeps": {"unit_size": HEAD, "head_size": 1},
-    "nothing to follow": {"on_change": lambda units: None},
-}
-
-
-@on_ranks(2, [(options,) for options in ALLOWED.values()])
-def test_what_the_user_says_is_taken(rank, group, options):
-    (segment,) = owned_segments(balanced_layers(converted(group, **options)))
-    assert segment.name == "0.out" and segment.min_units == 1
-
-
 def test_every_rank_keeps_a_unit_unless_the_user_says_that_it_needs_none(run_ranks):
     x = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 

@@ -9,9 +9,6 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import zeroresize as zr
-from zeroresize.conversion import balanced_layers
-from zeroresize.integrations import known_modules
-from zeroresize.integrations.known_modules import register_segments
 
 WIDTH, HEADS, HEAD = 24, 8, 5
 HERE = HEADS // 2
@@ -96,20 +93,6 @@ def test_a_tensor_of_single_heads_is_refused_before_shapes_fail(rank, group):
         zr.convert(model, process_group=group, segments=[segment(model["attention"])])
 
 
-@on_ranks(2)
-def test_neurons_have_tensors_of_their_own_too(rank, group):
-    for size, is_refused in ((HERE, True), (WIDTH, False)):
-        model = nn.ModuleDict()
-        model["up"] = zr.ColumnParallelLinear(WIDTH, HEADS, process_group=group)
-        model["down"] = zr.RowParallelLinear(HEADS, WIDTH, process_group=group)
-        model["scale"] = Norm(size)
-        try:
-            zr.convert(model, process_group=group, segments=[zr.Segment(["up"], "down")])
-            assert not is_refused
-        except ValueError as error:
-            assert is_refused and "scale.weight" in str(error)
-
-
 def test_what_on_change_sets_may_stand_between_and_is_as_it_was(run_ranks):
     slopes = torch.arange(1.0, HEADS + 1).view(-1, 1, 1)
 
@@ -128,27 +111,5 @@ def test_what_on_change_sets_may_stand_between_and_is_as_it_was(run_ranks):
             zr.convert(model, process_group=group, segments=[segment(attention, follow)])
             assert attention.kept is before and attention.num_heads == HERE
             assert calls[-1] == list(range(rank * HERE, (rank + 1) * HERE)), "its last call is that of today"
-
-    run_ranks(check, 2)
-
-
-def test_a_registered_module_with_sinks_stays_even(run_ranks, monkeypatch):
-    monkeypatch.setattr(known_modules, "_adapters", dict(known_modules._adapters))
-
-    def check(rank, group):
-        register_segments(
-            Attention,
-            lambda module: zr.Segment(
-                [module.qkv],
-                module.out,
-                HEAD,
-                parts=3,
-                kind="heads",
-                on_change=lambda heads: setattr(module, "num_heads", 1),
-            ),
-        )
-        model = attention_with(OF_HEADS["sinks"], group)
-        zr.convert(model, process_group=group)
-        assert "attention.kept, of shape [4]" in balanced_layers(model)["attention.out"].stays_even
 
     run_ranks(check, 2)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from helpers.dtensor_models import ATTENTION, HIDDEN, adamw, batch, mesh_of, split, train, whole_model
-from helpers.on_ranks import on_ranks
 from helpers.processes import for_each
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
@@ -84,19 +83,3 @@ def test_units_move_between_accumulated_gradients_and_take_them_along(run_ranks)
         balancer.close(at_home=True)
 
     run_ranks(check, 2)
-
-
-@on_ranks(2)
-def test_a_cast_while_units_are_away_leaves_them_there_and_their_guards(rank, group):
-    model = converted(mesh_of())
-    expected = model(batch(0)).detach()
-    balancer = zr.Balancer(model, torch.optim.SGD(model.parameters()), EXACT)
-    balancer.move((3, 1))
-    model.float()
-    torch.testing.assert_close(model(batch(0)).double(), expected, atol=1e-5, rtol=1e-5)
-    with pytest.raises(RuntimeError, match=r"at_home\(\)"):
-        model.blocks[0].mlp.up.weight.full_tensor()
-    with pytest.raises(RuntimeError, match=r"at_home\(\)"):
-        model.state_dict()
-    balancer.move((1, 1))
-    torch.testing.assert_close(model(batch(0)).double(), expected, atol=1e-5, rtol=1e-5)

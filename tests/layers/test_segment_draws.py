@@ -142,37 +142,6 @@ def test_a_checkpointed_part_draws_again_what_it_drew(rank, group):
         balancer.close()
 
 
-class Parallel(nn.Module):
-    """Attention and a feed-forward of one x, whose first layers are called before either's last."""
-
-    def __init__(self, group):
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(None), Block(None)])
-        for block in self.blocks:
-            plain(block, group)
-
-    def forward(self, x):
-        first, second = self.blocks
-        heads, neurons = first.up(x), second.up(x)
-        y = F.dropout(first.down(attend(heads)), 0.5)
-        return x + y + F.dropout(second.down(F.dropout(neurons, 0.4)), 0.5)
-
-
-@on_ranks(2)
-def test_segments_that_overlap_draw_alike_behind_each(rank, group):
-    model = Parallel(group)
-    zr.convert(
-        model,
-        process_group=group,
-        segments=[zr.Segment([f"blocks.{n}.up"], f"blocks.{n}.down", unit_size=HEAD, head_size=HEAD) for n in range(2)],
-    )
-    balancer = moved(model, group)
-    torch.manual_seed(1)
-    x = torch.randn(3, 5, WIDTH, dtype=torch.float64)
-    assert_alike([model(x), model(x)], group)
-    balancer.close()
-
-
 @on_ranks(2)
 def test_check_segments_says_dropout_where_ranks_would_drop_what_all_hold(rank, group):
     def in_order(*functions):

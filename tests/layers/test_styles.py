@@ -5,8 +5,8 @@ import torch
 from helpers.on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import zeroresize as zr
 from zeroresize.conversion import balanced_layers
@@ -105,29 +105,6 @@ def test_a_model_on_the_meta_device_is_split_before_it_is_materialised(rank, gro
     assert torch.equal(local_of(model[0].up.weight), whole.weight.chunk(2)[rank])
 
 
-@on_ranks(2)
-def test_layouts_at_the_ends_of_a_model(rank, group):
-    """A classifier that every rank wants whole, and a layer that splits a whole input: torch's results."""
-
-    mesh, results = mesh_of(), []
-    kinds = ((ColwiseParallel, RowwiseParallel), (zr.ColwiseParallel, zr.RowwiseParallel))
-    for column, row in kinds:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)).double()
-        plan = {"0": row(input_layouts=Replicate()), "1": column(output_layouts=Replicate())}
-        parallelize_module(model, mesh, plan)
-        y = model(x_of())
-        assert y.shape == (5, WIDTH)
-        y.square().sum().backward()
-        grad = model[0].weight.grad
-        results.append((y.detach(), grad.to_local() if hasattr(grad, "to_local") else grad))
-    for expected, actual in zip(*results, strict=True):
-        torch.testing.assert_close(actual, expected)
-    assert list(balanced_layers(model)) == ["0"], "a gathered output is left out of balancing"
-    zr.ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1))
-    zr.RowwiseParallel(input_layouts=Shard(-1), output_layouts=Replicate())
-
-
 def test_other_layouts_are_errors():
     wrong = (
         (zr.ColwiseParallel, {"output_layouts": Shard(1)}, r"wanted is Shard\(-1\) or Replicate\(\)"),
@@ -216,14 +193,3 @@ def test_segments_can_be_named_and_layers_left_out_after_parallelize_module(rank
     assert list(balanced_layers(model)) == ["0.up", "0.down"] and len(segment.owned.owners) == HIDDEN // 4
     zr.Balancer(model, adamw(model)).close()
     assert list(balanced_layers(model)) == ["0.up", "0.down"]
-
-
-@on_ranks(2)
-def test_layers_that_are_split_later_are_found_by_the_next_balancer(rank, group):
-    model, mesh = whole_model(), mesh_of()
-    plan = {"up": zr.ColwiseParallel(), "down": zr.RowwiseParallel()}
-    parallelize_module(model[0], mesh, plan)
-    zr.Balancer(model, adamw(model)).close()
-    parallelize_module(model[1], mesh, plan)
-    zr.Balancer(model, adamw(model)).close()
-    assert [segment.name for segment in owned_segments(balanced_layers(model))] == ["0.down", "1.down"]

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-from helpers.on_ranks import on_ranks
+from helpers.on_ranks import gathered, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -102,18 +102,16 @@ def test_layers_that_are_split_otherwise_are_refused(rank, group):
             zr.convert(model)
 
 
-def test_weights_that_torch_has_untied_are_named_once(run_ranks, caplog):
-    def warnings(rank, group):
-        lines = []
-        for model in (model_of(), model_of(words=True), nn.ModuleDict({"up1": nn.Linear(WIDTH, HIDDEN)})):
-            caplog.clear()
-            with caplog.at_level(logging.WARNING):
-                if isinstance(model, Tied):
-                    zr.convert(split(model, group, "torch"))
-            lines.append([line for line in caplog.messages if "probably" in line])
-        return lines
-
-    (both, words, none), others = run_ranks(warnings, 2)
+@on_ranks(2)
+def test_weights_that_torch_has_untied_are_named_once(rank, group, *, caplog):
+    lines = []
+    for model in (model_of(), model_of(words=True), nn.ModuleDict({"up1": nn.Linear(WIDTH, HIDDEN)})):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            if isinstance(model, Tied):
+                zr.convert(split(model, group, "torch"))
+        lines.append([line for line in caplog.messages if "probably" in line])
+    (both, words, none), others = gathered(group, lines)
     assert len(both) == len(words) == 1 and not none and not any(others)
     assert "up1.weight and up2.weight" in both[0] and "embed.weight and up2.weight" in words[0]
 

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from helpers.on_ranks import on_ranks
+from helpers.on_ranks import gathered, on_ranks
 from helpers.processes import caught_log_lines
 from helpers.virtual_training import FEATURES, Pair
 from torch.distributed.device_mesh import init_device_mesh
@@ -120,11 +120,9 @@ FORCED = {"ratio": 0.5, "ranks": [1]}
     ],
     ids=str,
 )
-def test_what_is_allowed_beside_fsdp_trains_as_beside_ddp(run_ranks, wrap, config):
-    def train(rank, group):
-        return [Replicated(one, **config).train() for one in (replicate, WRAPS[wrap])]
-
-    for expected, losses in run_ranks(train, 4):
+@on_ranks(4)
+def test_what_is_allowed_beside_fsdp_trains_as_beside_ddp(rank, group, *, wrap, config):
+    for expected, losses in gathered(group, [Replicated(one, **config).train() for one in (replicate, WRAPS[wrap])]):
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
@@ -172,19 +170,3 @@ def test_no_unit_moves_where_fully_shard_holds_shards_of_its_weights(rank, _, *,
     torch.distributed.all_reduce(shards, group=group)
     norm = zr.clip_grad_norm_(model.parameters(), 1e9)
     torch.testing.assert_close(norm, (shards + replicated).sqrt())
-
-
-@on_ranks(2)
-def test_uneven_shares_stay_where_fully_shard_comes_later(rank, group):
-    config = zr.BalanceConfig(mode="off")
-    model = zr.convert(Pair(group), process_group=group, shares=(3, 1))
-    fully_shard(model, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicas", "tensor"))["replicas"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    balancer = zr.Balancer(model, optimizer, process_group=group, config=config)
-    for _ in range(12):
-        model(torch.ones(2, FEATURES)).square().mean().backward()
-        optimizer.step()
-        balancer.step()
-    with pytest.raises(RuntimeError, match="is a DTensor"), balancer.at_home():
-        pass
-    assert balancer.plan.owned == (1.5, 0.5)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.on_ranks import on_ranks
+from helpers.on_ranks import gathered, on_ranks
 from torch import nn
 
 from zeroresize.pipeline import Pipeline, move_layers
@@ -199,7 +199,8 @@ def test_what_cannot_be_run_is_refused_on_all_ranks(rank, group):
     assert model.step(tokens, target=target) is not None or rank == 0
 
 
-def test_what_layers_hand_on_is_found_anew_after_a_refresh(run_ranks):
+@on_ranks(2)
+def test_what_layers_hand_on_is_found_anew_after_a_refresh(rank, group):
     class Cut(nn.Module):
         width = WIDTH
 
@@ -210,18 +211,15 @@ def test_what_layers_hand_on_is_found_anew_after_a_refresh(run_ranks):
         def forward(self, x, mask):
             return x.sum(dim=1)
 
-    def train(rank, group):
-        layers = [Embed(), Cut(), Sum()]
-        model = Pipeline(layers, loss_of, num_microbatches=2, process_group=group, boundaries=(0, 2, 3))
-        tokens, target = sample(0, 4, 3)
-        num_bytes = []
-        for layers[1].width in (WIDTH, 4):
-            model.step(tokens, target=target % 4)
-            num_bytes.append(model.message_bytes)
-            model.refresh()
-        return num_bytes
-
-    first, second = run_ranks(train, 2)
+    layers = [Embed(), Cut(), Sum()]
+    model = Pipeline(layers, loss_of, num_microbatches=2, process_group=group, boundaries=(0, 2, 3))
+    tokens, target = sample(0, 4, 3)
+    num_bytes = []
+    for layers[1].width in (WIDTH, 4):
+        model.step(tokens, target=target % 4)
+        num_bytes.append(model.message_bytes)
+        model.refresh()
+    first, second = gathered(group, num_bytes)
     assert first == second
     (_, *usual), (_, *cut) = first  # of two samples of three words: float32 both ways, and a mask
     assert usual == [2 * 3 * (WIDTH * 4 + 0.5)] * 2 + [2 * WIDTH * 4]

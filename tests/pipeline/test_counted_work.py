@@ -6,6 +6,7 @@ import types
 import pytest
 import torch
 from helpers import sleeping_layers
+from helpers.on_ranks import gathered, on_ranks
 from helpers.sleeping_layers import BACKWARD_S, FORWARD_S, MICRO, Pace, layers_of
 from torch import nn
 
@@ -64,14 +65,6 @@ def test_layers_that_have_moved_are_counted_since_they_are_here():
     assert set(block.counts) == {1}
 
 
-@pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf, "many", None])
-def test_what_is_no_count_is_kept_as_an_error(wrong):
-    counter = WorkCounter(pipeline_of([nn.Identity()]), lambda layer: wrong)
-    counter.begin_block()
-    counter.end_block()
-    assert isinstance(counter.measured_block().error, (ValueError, TypeError))
-
-
 class Experts(nn.Module):
     """Rows that begin with a positive number go to the first of two matrices, the others to the second."""
 
@@ -124,13 +117,11 @@ def trained(group, num_steps, tokens_of, **options):
     return records
 
 
-def test_a_profile_tells_the_mean_block_of_a_layer_whose_tokens_change(run_ranks):
+@on_ranks(2)
+def test_a_profile_tells_the_mean_block_of_a_layer_whose_tokens_change(rank, group):
     """Three times as many in each block that is measured, 1, 11, 21, ..."""
 
-    def check(rank, group):
-        return trained(group, 33, lambda step: 3.0 if step % 10 == 1 else 1.0, profile_every=10)
-
-    first, second = run_ranks(check, 2)
+    first, second = gathered(group, trained(group, 33, lambda step: 3.0 if step % 10 == 1 else 1.0, profile_every=10))
     assert [one.layers for one in first] == [one.layers for one in second]
     assert [one.step for one in first] == [3, 13, 23, 33]
     for record, mean in zip(first[1:], (1.2, 1.2, 1.2), strict=True):  # of ten blocks
@@ -139,15 +130,13 @@ def test_a_profile_tells_the_mean_block_of_a_layer_whose_tokens_change(run_ranks
         assert backward_s == pytest.approx([MICRO * BACKWARD_S, mean * MICRO * BACKWARD_S])
 
 
-def test_work_that_cannot_be_counted_is_an_error_on_every_rank(run_ranks):
-    def check(rank, group):
-        def tokens_of(step):
-            return -1.0 if rank == 1 else 1.0
+@on_ranks(2)
+def test_work_that_cannot_be_counted_is_an_error_on_every_rank(rank, group):
+    def tokens_of(step):
+        return -1.0 if rank == 1 else 1.0
 
-        with pytest.raises(ValueError, match=r"count_work failed on stages \[1\]") as caught:
-            trained(group, 4, tokens_of, profile_every=1)
-        return str(caught.value)
-
-    first, second = run_ranks(check, 2)
+    with pytest.raises(ValueError, match=r"count_work failed on stages \[1\]") as caught:
+        trained(group, 4, tokens_of, profile_every=1)
+    first, second = gathered(group, str(caught.value))
     assert first == "count_work failed on stages [1]"
     assert second.startswith(first) and "count_work returned -1.0 for layer 1" in second

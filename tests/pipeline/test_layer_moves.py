@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import pipelines
-from helpers.on_ranks import on_ranks
+from helpers.on_ranks import gathered, on_ranks
 from helpers.pipelines import BOUNDARIES, OPTIMIZERS, WIDTH, assert_same, groups_of, held, pipeline_of
 from torch import nn
 
@@ -128,31 +128,30 @@ def test_what_changed_in_training_moves_too(rank, group):
     assert seen[0].shape == moving.kernel.shape
 
 
-def test_tied_layers_move_together_only(run_ranks):
-    def check(rank, group):
-        layers = [nn.Linear(4, 4) for _ in range(4)]
-        layers[2].weight = layers[1].weight
-        layers[2].requires_grad_(False)
-        with pytest.raises(ValueError, match=r"layers\.1\.weight and layers\.2\.weight are one parameter .* 0 and 1"):
-            pipeline_of(group, (0, 2, 4), layers=layers)
-        pipeline = pipeline_of(group, (0, 3, 4), layers=layers)
-        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
-        before = held(pipeline, optimizer)
-        with pytest.raises(ValueError, match="layers that share parameters must be on one stage"):
-            move_layers(pipeline, (0, 2, 4), optimizer=optimizer)
-        assert_same(held(pipeline, optimizer), before)
-        weight = layers[1].weight.detach().clone()
-        report = move_layers(pipeline, (0, 1, 4), optimizer=optimizer)
-        assert layers[1].weight is layers[2].weight and layers[1].weight.numel() == (0, 16)[rank]
-        return report.received_bytes, weight, layers[1].weight
-
-    (_, weight, _), (received, _, arrived) = run_ranks(check, 2)
+@on_ranks(2)
+def test_tied_layers_move_together_only(rank, group):
+    layers = [nn.Linear(4, 4) for _ in range(4)]
+    layers[2].weight = layers[1].weight
+    layers[2].requires_grad_(False)
+    with pytest.raises(ValueError, match=r"layers\.1\.weight and layers\.2\.weight are one parameter .* 0 and 1"):
+        pipeline_of(group, (0, 2, 4), layers=layers)
+    pipeline = pipeline_of(group, (0, 3, 4), layers=layers)
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+    before = held(pipeline, optimizer)
+    with pytest.raises(ValueError, match="layers that share parameters must be on one stage"):
+        move_layers(pipeline, (0, 2, 4), optimizer=optimizer)
+    assert_same(held(pipeline, optimizer), before)
+    weight = layers[1].weight.detach().clone()
+    report = move_layers(pipeline, (0, 1, 4), optimizer=optimizer)
+    assert layers[1].weight is layers[2].weight and layers[1].weight.numel() == (0, 16)[rank]
+    (_, weight, _), (received, _, arrived) = gathered(group, (report.received_bytes, weight, layers[1].weight))
     assert torch.equal(arrived, weight)
     assert received == 4 * (16 + 4 + 4)  # the weight once, and both biases
 
 
 @pytest.mark.parametrize("what", ["a module", "a tensor"])
-def test_buffers_that_layers_share_stay_everywhere(run_ranks, what):
+@on_ranks(2)
+def test_buffers_that_layers_share_stay_everywhere(rank, group, *, what):
     class Scaled(nn.Module):
         def __init__(self, table, scale):
             super().__init__()
@@ -163,45 +162,9 @@ def test_buffers_that_layers_share_stay_everywhere(run_ranks, what):
         def forward(self, x):
             return x * self.table.scale * self.weight
 
-    def check(rank, group):
-        table, scale = nn.Module(), torch.arange(4.0)
-        pipeline = pipeline_of(group, (0, 1, 4), layers=[Scaled(table, scale) for _ in range(4)])
-        for boundaries in ((0, 3, 4), (0, 2, 4)):
-            report = move_layers(pipeline, boundaries, optimizer=None)
-        assert all(layer.table.scale.tolist() == [0.0, 1.0, 2.0, 3.0] for layer in pipeline.layers)
-        return report.sent_bytes
-
-    assert run_ranks(check, 2) == [16, 0]
-
-
-def test_layers_without_tensors_and_with_several_tensors_move(run_ranks):
-    class Split(nn.Module):
-        def forward(self, x):
-            return x[..., :2], x[..., 2:].long()
-
-    class Join(nn.Module):
-        def forward(self, first, other):
-            return torch.cat([first, other.to(first.dtype)], dim=-1)
-
-    def layers_of_several():
-        torch.manual_seed(1)
-        return [nn.Linear(4, 5), Split(), Join(), nn.Tanh(), nn.Linear(5, 1)]
-
-    def check(rank, group):
-        pipeline = pipeline_of(group, (0, 2, 5), layers=layers_of_several(), loss=nn.functional.mse_loss)
-        losses = []
-        for boundaries in [(0, 1, 5), (0, 3, 5), (0, 4, 5), (0, 2, 5)]:
-            losses.append(pipeline.step(x, target=torch.zeros(8, 1)))
-            move_layers(pipeline, boundaries, optimizer=None)
-        return [one.item() for one in losses if one is not None], pipeline.layers[0].weight.grad
-
-    x = torch.arange(32.0).view(8, 4).sin()
-    (_, gradient), (losses, _) = run_ranks(check, 2)
-    model = nn.ModuleList(layers_of_several())
-    output = x
-    for layer in model:
-        output = layer(*output) if isinstance(output, tuple) else layer(output)
-    loss = output.square().mean()
-    (4 * loss).backward()
-    torch.testing.assert_close(torch.tensor(losses), loss.detach().expand(4))
-    torch.testing.assert_close(gradient, model[0].weight.grad)
+    table, scale = nn.Module(), torch.arange(4.0)
+    pipeline = pipeline_of(group, (0, 1, 4), layers=[Scaled(table, scale) for _ in range(4)])
+    for boundaries in ((0, 3, 4), (0, 2, 4)):
+        report = move_layers(pipeline, boundaries, optimizer=None)
+    assert all(layer.table.scale.tolist() == [0.0, 1.0, 2.0, 3.0] for layer in pipeline.layers)
+    assert gathered(group, report.sent_bytes) == [16, 0]

@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from helpers.on_ranks import on_ranks
+from helpers.on_ranks import gathered, on_ranks
 from helpers.sleeping_layers import MICRO, batch, layers_of
 from torch import nn
 
@@ -57,46 +57,24 @@ def training(group, clock, **options):
     ("profile_s", "profile_every", "interval"),
     [(0.198, "auto", 40), (0.01, "auto", 10), (0.01, 25, 25), (0.198, 25, 40)],
 )
+@on_ranks(2)
 def test_dear_profiles_become_rare_and_cheap_ones_come_as_often_as_allowed(
-    run_ranks, monkeypatch, profile_s, profile_every, interval
+    rank, group, *, monkeypatch, profile_s, profile_every, interval
 ):
     """Cheap and dear on this clock; ranks differ, and agree on the mean."""
 
-    def check(rank, group):
-        clock = Clock(monkeypatch, profile_s * (0.5 + rank))
-        balancer, records, train = training(group, clock, profile_every=profile_every)
-        train(150)
-        steps = [one.step for one in records]
-        assert balancer._rebalancing.interval == interval
-        return steps, [one.profile_every for one in records], [round(one.profile_cost, 9) for one in records[1:]]
-
-    first, second = run_ranks(check, 2)
+    clock = Clock(monkeypatch, profile_s * (0.5 + rank))
+    balancer, records, train = training(group, clock, profile_every=profile_every)
+    train(150)
+    steps = [one.step for one in records]
+    assert balancer._rebalancing.interval == interval
+    first, second = gathered(
+        group, (steps, [one.profile_every for one in records], [round(one.profile_cost, 9) for one in records[1:]])
+    )
     assert first == second
     steps, intervals, costs = first
     assert intervals[-1] == interval and steps[-1] - steps[-2] == interval
     assert costs[-1] == pytest.approx(profile_s)
-
-
-def test_a_hook_that_keeps_the_processor_busy_makes_profiles_rarer(run_ranks, monkeypatch):
-    """On the real clock: measuring takes many steps' time."""
-
-    def check(rank, group):
-        enter = LayerProfiler.__enter__
-
-        def entered(profiler):
-            end = time.thread_time() + 0.2
-            while time.thread_time() < end:
-                pass
-            return enter(profiler)
-
-        monkeypatch.setattr(LayerProfiler, "__enter__", entered)
-        _, records, train = training(group, None)
-        train(30)
-        return [(one.step, one.profile_every) for one in records]
-
-    first, second = run_ranks(check, 2)
-    assert first == second
-    assert first[-1][1] > 50
 
 
 @on_ranks(2)

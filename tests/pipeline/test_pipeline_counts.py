@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from helpers.counted_losses import CASES, WORDS, batch, masked
-from helpers.on_ranks import on_ranks
+from helpers.on_ranks import gathered, on_ranks
 from helpers.processes import caught_log_lines
 from torch import nn
 
@@ -142,16 +142,14 @@ class Unknown(nn.Module):
         (Unknown(), "ignores targets"),
     ],
 )
-def test_what_is_not_known_of_a_loss_is_warned_of_once_where_it_may_be_wrong(run_ranks, loss, warning):
-    def train(rank, group):
-        words, targets = batch(0)
-        pipeline = Pipeline(layers_of(), loss, num_microbatches=4, process_group=group)
-        with caught_log_lines(logging.WARNING) as lines:
-            for _ in range(2):
-                state = torch.get_rng_state()
-                pipeline.step(words, target=targets)
-                assert torch.equal(state, torch.get_rng_state())
-        return lines
-
-    first, last = run_ranks(train, 2)
+@on_ranks(2)
+def test_what_is_not_known_of_a_loss_is_warned_of_once_where_it_may_be_wrong(rank, group, *, loss, warning):
+    words, targets = batch(0)
+    pipeline = Pipeline(layers_of(), loss, num_microbatches=4, process_group=group)
+    with caught_log_lines(logging.WARNING) as lines:
+        for _ in range(2):
+            state = torch.get_rng_state()
+            pipeline.step(words, target=targets)
+            assert torch.equal(state, torch.get_rng_state())
+    first, last = gathered(group, lines)
     assert first == [] and [warning in line for line in last] == ([True] if warning else [])

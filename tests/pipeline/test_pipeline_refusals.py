@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers.on_ranks import on_ranks
+from helpers.on_ranks import gathered, on_ranks
 from helpers.pipelines import MICRO, batch, pipeline_of
 from torch import nn
 from torch.nn import functional
@@ -70,21 +70,19 @@ def layers_with(head):
     return [embedding, nn.Linear(WIDTH, WIDTH), head(embedding)]
 
 
-def test_references_to_another_layer_are_refused(run_ranks):
-    def refusals(rank, group):
-        texts = []
-        for head in HEADS:
-            torch.manual_seed(0)
-            with pytest.raises(ValueError, match="are one parameter") as pipeline:
-                Pipeline(layers_with(head), functional.mse_loss, num_microbatches=2, process_group=group)
-            with pytest.raises(ValueError, match="are one parameter") as strategy:
-                SwitchableModel(layers_with(head), strategies=[Strategy(1, 2)], process_group=group)
-            texts += [str(pipeline.value), str(strategy.value)]
-        Pipeline(layers_with(lambda _: Head(lambda: torch.eye(WIDTH))), functional.mse_loss, num_microbatches=2,
-                 process_group=group)  # fmt: skip
-        return texts
-
-    assert all("layers.0.weight" in text and "layers.2" in text for texts in run_ranks(refusals, 2) for text in texts)
+@on_ranks(2)
+def test_references_to_another_layer_are_refused(rank, group):
+    texts = []
+    for head in HEADS:
+        torch.manual_seed(0)
+        with pytest.raises(ValueError, match="are one parameter") as pipeline:
+            Pipeline(layers_with(head), functional.mse_loss, num_microbatches=2, process_group=group)
+        with pytest.raises(ValueError, match="are one parameter") as strategy:
+            SwitchableModel(layers_with(head), strategies=[Strategy(1, 2)], process_group=group)
+        texts += [str(pipeline.value), str(strategy.value)]
+    Pipeline(layers_with(lambda _: Head(lambda: torch.eye(WIDTH))), functional.mse_loss, num_microbatches=2,
+             process_group=group)  # fmt: skip
+    assert all("layers.0.weight" in text and "layers.2" in text for texts in gathered(group, texts) for text in texts)
 
 
 @on_ranks(2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import pipelines
-from helpers.on_ranks import on_ranks
+from helpers.on_ranks import gathered, on_ranks
 from helpers.pipelines import (
     BOUNDARIES,
     MAX_NORM,
@@ -82,17 +82,15 @@ def test_training_goes_on_as_if_nothing_had_happened(run_ranks, before, after, n
     assert len({(one.moved_bytes, one.most_bytes, one.seconds, one.released) for one in reports}) == 1
 
 
-def test_layers_arrive_bit_for_bit_between_two_batches_of_a_step(run_ranks):
-    def check(rank, group):
-        training = Training(group)
-        training.train(1)
-        words, target = pipelines.batch(2)
-        training.pipeline.step(words, target=target)
-        before = held(training.pipeline, training.optimizer)
-        training.repack(2)
-        return before, held(training.pipeline, training.optimizer), training.pipeline.boundaries
-
-    by_rank = run_ranks(check, 3)
+@on_ranks(3)
+def test_layers_arrive_bit_for_bit_between_two_batches_of_a_step(rank, group):
+    training = Training(group)
+    training.train(1)
+    words, target = pipelines.batch(2)
+    training.pipeline.step(words, target=target)
+    before = held(training.pipeline, training.optimizer)
+    training.repack(2)
+    by_rank = gathered(group, (before, held(training.pipeline, training.optimizer), training.pipeline.boundaries))
     whole = {key: one for before, *_ in by_rank for key, one in before.items()}
     arrived = {key: one for _, after, _ in by_rank for key, one in after.items()}
     assert any("gradient" in key for key in whole)
@@ -100,26 +98,24 @@ def test_layers_arrive_bit_for_bit_between_two_batches_of_a_step(run_ranks):
     assert by_rank[2][1] == {} and by_rank[2][2] == by_rank[0][2]
 
 
-def test_a_released_rank_holds_no_tensors_when_the_outside_is_told(run_ranks):
+@on_ranks(2)
+def test_a_released_rank_holds_no_tensors_when_the_outside_is_told(rank, group):
     """What it has sent is free already: parameters, gradients and optimizer state."""
 
-    def check(rank, group):
-        training = Training(group)
-        training.train(1)
-        words, target = pipelines.batch(2)
-        training.pipeline.step(words, target=target)
-        stage_layers = [training.pipeline.layers[number] for number in training.pipeline.present]
-        parameters = [one for layer in stage_layers for one in layer.parameters()]
-        tensors = [*parameters, *(one.grad for one in parameters if one.grad is not None)]
-        tensors += [state for one in parameters for state in training.optimizer.state[one].values()]
-        storages = [weakref.ref(one.untyped_storage()) for one in tensors]
-        assert len(storages) >= 3 * len(parameters) and all(one() is not None for one in storages)
-        del tensors
-        left = []
-        training.repack(1, on_release=[lambda release: left.append(sum(one() is not None for one in storages))])
-        return left
-
-    assert run_ranks(check, 2) == [[], [0]]
+    training = Training(group)
+    training.train(1)
+    words, target = pipelines.batch(2)
+    training.pipeline.step(words, target=target)
+    stage_layers = [training.pipeline.layers[number] for number in training.pipeline.present]
+    parameters = [one for layer in stage_layers for one in layer.parameters()]
+    tensors = [*parameters, *(one.grad for one in parameters if one.grad is not None)]
+    tensors += [state for one in parameters for state in training.optimizer.state[one].values()]
+    storages = [weakref.ref(one.untyped_storage()) for one in tensors]
+    assert len(storages) >= 3 * len(parameters) and all(one() is not None for one in storages)
+    del tensors
+    left = []
+    training.repack(1, on_release=[lambda release: left.append(sum(one() is not None for one in storages))])
+    assert gathered(group, left) == [[], [0]]
 
 
 @on_ranks(2)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.naive_messages import naive_instructions
-from helpers.on_ranks import on_ranks
+from helpers.on_ranks import gathered, on_ranks
 from helpers.processes import told_by_survivors
 from torch import nn
 from torch.nn import functional as F
@@ -178,27 +178,25 @@ def test_random_numbers_follow_the_micro_batch_whatever_the_schedule_and_recompu
     assert rank == 0 or not torch.allclose(other, expected[0])
 
 
-def test_as_much_is_kept_as_the_schedule_says(run_ranks):
+@on_ranks(3)
+def test_as_much_is_kept_as_the_schedule_says(rank, group):
     """Counted: inputs and outputs of a stage that live at once, by its orders."""
 
-    def check_rank(rank, group):
-        layers, batches = layers_of(), batches_of(9)
-        under_way = [0]
+    layers, batches = layers_of(), batches_of(9)
+    under_way = [0]
 
-        def count(instruction):
-            under_way.append(under_way[-1] + (1 if instruction.kind is Kind.FORWARD else -1))
-            living = sum(reference() is not None for reference in outputs)
-            # the newest one is still in the hands of who called, as are those that are being sent
-            assert living <= under_way[-1] + 2
+    def count(instruction):
+        under_way.append(under_way[-1] + (1 if instruction.kind is Kind.FORWARD else -1))
+        living = sum(reference() is not None for reference in outputs)
+        # the newest one is still in the hands of who called, as are those that are being sent
+        assert living <= under_way[-1] + 2
 
-        outputs = []
-        stage, part = stage_of(layers, group, on_computed=count)
-        part[-1].register_forward_hook(lambda _, inputs, output: outputs.append(weakref.ref(as_tuple(output)[-1])))
-        stage.train(planned("1f1b", group.size(), batches)[rank], batches, loss_of)
-        assert not any(reference() is not None for reference in outputs)
-        return max(under_way)
-
-    assert run_ranks(check_rank, 3) == [3, 2, 1]
+    outputs = []
+    stage, part = stage_of(layers, group, on_computed=count)
+    part[-1].register_forward_hook(lambda _, inputs, output: outputs.append(weakref.ref(as_tuple(output)[-1])))
+    stage.train(planned("1f1b", group.size(), batches)[rank], batches, loss_of)
+    assert not any(reference() is not None for reference in outputs)
+    assert gathered(group, max(under_way)) == [3, 2, 1]
 
 
 def test_a_naive_plan_waits_for_ever_for_real_where_the_check_says_so(run_ranks):

@@ -1,7 +1,5 @@
 """The optimizer moves with its state, bit for bit, also to other ranks; training goes on as if it had not."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from helpers.on_ranks import on_ranks
@@ -75,14 +73,3 @@ def test_the_optimizer_moves_with_its_state_bit_for_bit(rank, group):
                 ), name
         assert len(optimizer.state) == len(list(model.parameters()))
     assert max(rounds) > 1
-
-
-@on_ranks(4)
-def test_a_move_meets_once_for_each_thing_to_agree_on(rank, group):
-    """The plan with the sizes of descriptions, memory for these, what they say, memory for tensors, and the end."""
-
-    model = SwitchableModel(layers_of(), strategies=FOUR[:2], process_group=group)
-    meetings, participants = [], model._job
-    model._job = replace(participants, meet=lambda *all_: meetings.append(1) or participants.meet(*all_))
-    model.move_optimizer(FOUR[1], optimizer_of(model.named_parameters()))
-    assert len(meetings) == 5

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.on_ranks import on_ranks
+from helpers.on_ranks import gathered, on_ranks
 from helpers.strategies import FOUR, assert_holds, give_ones, switchable
 from test_mixed_precision import trainer_of
 from test_strategy_training import FIVE, batch, ranges_of
@@ -48,67 +48,45 @@ def test_training_is_the_same_to_the_last_bit(run_ranks, monkeypatch, dtype, com
 
 
 @on_ranks(4)
-def test_weights_travel_without_anyone_waiting_for_them(rank, group):
-    model, wholes = switchable(group, FOUR, max_bytes=3000)
-    model.switch_to(FOUR[2], gradients=False)
-    expected = model.switch_to(FOUR[1], gradients=False)
-    model.switch_to(FOUR[2], gradients=False)
-    assert model.prefetch(FOUR[1])
-    switch = model._switcher._coming[2]
-    switch.wait()  # this rank's thread ends by itself
-    assert switch.transport.received_bytes == expected.received_bytes and expected.num_rounds > 2
-    assert_holds(model, wholes)  # of FOUR[2] still
-    report = model.switch_to(FOUR[1], gradients=False)
-    assert_holds(model, wholes)
-    assert report.received_bytes == expected.received_bytes and report.new_bytes == expected.new_bytes
-    assert model.prefetch(FOUR[2])
-    model.switch_to(FOUR[3], gradients=False)  # what came for another one is dropped
-    assert_holds(model, wholes)
-    model.close()
-
-
-def test_a_rank_that_fails_while_it_sends_beside_training_leaves_all_with_what_they_had(run_ranks, monkeypatch):
+def test_a_rank_that_fails_while_it_sends_beside_training_leaves_all_with_what_they_had(rank, group, *, monkeypatch):
     pack = Transport._pack
 
-    def check(rank, group):
-        def fail(*arguments):
-            if rank == 1:
-                raise ValueError("cannot be packed")
-            return pack(*arguments)
+    def fail(*arguments):
+        if rank == 1:
+            raise ValueError("cannot be packed")
+        return pack(*arguments)
 
-        model, wholes = switchable(group, FOUR)
-        model.switch_to(FOUR[1], gradients=False)
-        texts = []
-        monkeypatch.setattr(Transport, "_pack", fail)
-        model.prefetch(FOUR[0])
-        with pytest.raises(RuntimeError) as caught:
-            model.switch_to(FOUR[0], gradients=False)
-        texts.append(str(caught.value))
-        assert model.current == FOUR[1]
-        assert_holds(model, wholes)
-        monkeypatch.setattr(Transport, "_pack", pack)
-        model.switch_to(FOUR[2], gradients=False)
-        assert_holds(model, wholes)
+    model, wholes = switchable(group, FOUR)
+    model.switch_to(FOUR[1], gradients=False)
+    texts = []
+    monkeypatch.setattr(Transport, "_pack", fail)
+    model.prefetch(FOUR[0])
+    with pytest.raises(RuntimeError) as caught:
+        model.switch_to(FOUR[0], gradients=False)
+    texts.append(str(caught.value))
+    assert model.current == FOUR[1]
+    assert_holds(model, wholes)
+    monkeypatch.setattr(Transport, "_pack", pack)
+    model.switch_to(FOUR[2], gradients=False)
+    assert_holds(model, wholes)
 
-        give_ones(model)
-        model.prefetch(FOUR[1])
-        model._switcher._coming[2].wait()
-        monkeypatch.setattr(Transport, "_pack", fail)
-        model.switch_to(FOUR[1], in_background=True)
-        assert model.current == FOUR[1]
-        with pytest.raises(RuntimeError) as caught:
-            model.collect()
-        texts.append(str(caught.value))
-        monkeypatch.setattr(Transport, "_pack", pack)
-        assert_holds(model, wholes)
-        model.abandon()
-        assert model.current == model.optimizer_strategy
-        assert_holds(model, wholes)
-        assert all(one.grad is None for one in model.parameters())
-        return texts
-
-    for rank, texts in enumerate(run_ranks(check, 4)):
-        for text in texts:
+    give_ones(model)
+    model.prefetch(FOUR[1])
+    model._switcher._coming[2].wait()
+    monkeypatch.setattr(Transport, "_pack", fail)
+    model.switch_to(FOUR[1], in_background=True)
+    assert model.current == FOUR[1]
+    with pytest.raises(RuntimeError) as caught:
+        model.collect()
+    texts.append(str(caught.value))
+    monkeypatch.setattr(Transport, "_pack", pack)
+    assert_holds(model, wholes)
+    model.abandon()
+    assert model.current == model.optimizer_strategy
+    assert_holds(model, wholes)
+    assert all(one.grad is None for one in model.parameters())
+    for rank, seen in enumerate(gathered(group, texts)):
+        for text in seen:
             assert ("cannot be packed" if rank == 1 else "ranks [1] of the group have not received") in text
 
 

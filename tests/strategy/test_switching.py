@@ -10,7 +10,6 @@ from helpers.on_ranks import on_ranks
 from helpers.processes import for_each
 from helpers.strategies import FOUR, assert_holds, layers_of, own_part, switchable, whole_tensors
 
-from zeroresize.comm.collectives import group_ranks
 from zeroresize.plan.strategy import Strategy
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.switching.switch import SwitchRoute
@@ -144,25 +143,6 @@ def memory():
     tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and not one.is_meta]
     memories = [one.untyped_storage() for tensor in tensors for one in (tensor, tensor.grad) if one is not None]
     return sum({one.data_ptr(): one.nbytes() for one in memories}.values())
-
-
-@on_ranks(4)
-def test_groups_of_strategies_are_made_once(rank, group):
-    model, _ = switchable(group, [FOUR[0], FOUR[1]])
-    assert [one.size() for one in model.groups_of(FOUR[0])] == [1, 4, 1]
-    model.add(FOUR[4])
-    model.add(Strategy(2, 2, boundaries=(0, 4)))
-    model.add(Strategy(2, 2, ranks=(1, 0, 3, 2)))
-    for strategy in model.strategies:
-        position = strategy.position_of(rank)
-        for groups, made in zip(
-            (strategy.tp_groups(), strategy.dp_groups(), strategy.pipelines()), model.groups_of(strategy), strict=True
-        ):
-            assert group_ranks(made) == list(next((one for one in groups if rank in one), (rank,)))
-        assert position is None or model.groups_of(strategy).tp.rank() == position.shard
-    again = model.groups_of(Strategy(2, 2, boundaries=(0, 4)))
-    assert all(one is other for one, other in zip(again, model.groups_of(FOUR[1]), strict=True))
-    assert model.groups_of(FOUR[0]).dp is group
 
 
 @on_ranks(4)

@@ -130,23 +130,6 @@ def test_what_depends_on_who_owns_a_unit_is_an_error_on_every_rank(run_ranks):
 
 
 @pytest.mark.slow
-@on_ranks(2, timeout_s=20)
-def test_zero_units_are_tried_where_the_user_says_that_none_are_needed(rank, group):
-    """A rank that fails alone must not leave the other waiting for it."""
-
-    def follow(attention):
-        def divide(heads):
-            attention.num_heads, attention.slopes = len(heads), SLOPES[heads]
-            attention.share = HEADS // len(heads)
-
-        return divide
-
-    zr.check_segments(converted(group, follow), batch())
-    with pytest.raises(ValueError, match=r"failed for 0 heads: ZeroDivisionError"):
-        zr.check_segments(converted(group, follow, min_units=0), batch())
-
-
-@pytest.mark.slow
 @on_ranks(2)
 def test_training_goes_on_as_if_nothing_had_been_checked(rank, group):
     losses = []

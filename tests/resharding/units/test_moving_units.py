@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import parallel_layers
-from helpers.on_ranks import on_ranks
+from helpers.on_ranks import gathered, on_ranks
 from helpers.parallel_layers import everything_of, held, home, same, segments_of, uneven
 from helpers.processes import for_each
 
@@ -152,52 +152,47 @@ def test_gradients_move_along_in_the_middle_of_accumulation(rank, group):
     require_same_wholes(segments, None, segments_of(other, group), None, group)
 
 
-def test_a_gradient_that_only_one_rank_has_travels_and_is_zero_elsewhere(run_ranks):
-    def check(rank, group):
-        model = parallel_layers.block(group)
-        segments = segments_of(model, group)
-        weight = model[1].up.weight
-        if rank == 0:
-            weight.grad = torch.ones_like(weight)
-        mover(group, None)(segments, uneven(2))
-        return weight.grad.sum(dim=1).tolist()
-
-    first, second = run_ranks(check, 2)
+@on_ranks(2)
+def test_a_gradient_that_only_one_rank_has_travels_and_is_zero_elsewhere(rank, group):
+    model = parallel_layers.block(group)
+    segments = segments_of(model, group)
+    weight = model[1].up.weight
+    if rank == 0:
+        weight.grad = torch.ones_like(weight)
+    mover(group, None)(segments, uneven(2))
+    first, second = gathered(group, weight.grad.sum(dim=1).tolist())
     assert first == [8.0] * 3 and sorted(second) == [0.0] * 12 + [8.0] * 9
 
 
-def test_a_rank_without_units_takes_over_the_state_of_those_that_have_some(run_ranks):
+@on_ranks(2)
+def test_a_rank_without_units_takes_over_the_state_of_those_that_have_some(rank, group):
     """Its optimizer has none: the layer's gradient there was None all the time."""
 
-    def check(rank, group):
-        model = parallel_layers.block(group)
-        optimizer = torch.optim.AdamW(model.parameters())
-        segments = segments_of(model, group)
-        mover(group, optimizer)(segments, uneven(2, 1))  # rank 1 has nothing
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            if rank == 1:
-                for segment in segments:
-                    for where in segment.tensors:
-                        where.parameter.grad = None
-            optimizer.step()
-        before = everything_of(segments[:0], optimizer, group)
-        assert rank == 0 or model[1].up.weight not in optimizer.state
-        if rank == 1:  # what no other rank knows goes
-            optimizer.state[model[1].up.bias] = {"old": 3, "older": torch.zeros(0, dtype=torch.float64)}
-        mover(group, optimizer)(segments, home(2))
-        assert before == {}
-        assert set(optimizer.state[model[1].up.bias]) == {"step", "exp_avg", "exp_avg_sq"}
-        state = optimizer.state[model[1].up.weight]
-        losses = train(model, optimizer, range(3, 5))
-        return (
-            [(key, value.shape) for key, value in state.items()],
-            state["step"].item(),
-            [one.item() for one in losses],
-        )
-
-    first, second = run_ranks(check, 2)
+    model = parallel_layers.block(group)
+    optimizer = torch.optim.AdamW(model.parameters())
+    segments = segments_of(model, group)
+    mover(group, optimizer)(segments, uneven(2, 1))  # rank 1 has nothing
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        if rank == 1:
+            for segment in segments:
+                for where in segment.tensors:
+                    where.parameter.grad = None
+        optimizer.step()
+    before = everything_of(segments[:0], optimizer, group)
+    assert rank == 0 or model[1].up.weight not in optimizer.state
+    if rank == 1:  # what no other rank knows goes
+        optimizer.state[model[1].up.bias] = {"old": 3, "older": torch.zeros(0, dtype=torch.float64)}
+    mover(group, optimizer)(segments, home(2))
+    assert before == {}
+    assert set(optimizer.state[model[1].up.bias]) == {"step", "exp_avg", "exp_avg_sq"}
+    state = optimizer.state[model[1].up.weight]
+    losses = train(model, optimizer, range(3, 5))
+    first, second = gathered(
+        group,
+        ([(key, value.shape) for key, value in state.items()], state["step"].item(), [one.item() for one in losses]),
+    )
     assert first == second
     assert first[1] == 5.0
 
