@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from helpers.hosts import DEPTH, KINDS, build, compute, split
-from helpers.on_ranks import gathered, on_ranks
+from helpers.on_ranks import on_ranks
 from helpers.parallel_layers import results
 from helpers.processes import in_first_rank
 
@@ -104,11 +104,3 @@ def test_heads_do_not_move_any_more_once_the_function_has_changed(rank, group, *
     assert all(one.owned.is_even for one in segments)
     after = results(model, segments, compute("Llama"), group)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-
-
-@on_ranks(2)
-def test_heads_do_not_move_any_more_once_the_function_needs_one(rank, group):
-    segments, _ = attention_of(model := split(build("Llama", "eager"), group), group)
-    model.config._attn_implementation = "flash_attention_2"
-    for fewest, reason in gathered(group, (segments[0].min_units, segments[0].why_even())):
-        assert fewest == 0 and "switched after convert to one that cannot compute with no heads" in reason

@@ -34,11 +34,6 @@ class Block(nn.Module):
         return self.down(h)
 
 
-class Mix(nn.Module):
-    def forward(self, h):
-        return h.softmax(-1)
-
-
 class Other(nn.Module):
     def __init__(self, block):
         super().__init__()
@@ -62,11 +57,9 @@ def other_class_forward(model):
 
 #: What is done to a model → a part of the reason.
 CHANGES = {
-    "another activation": (lambda model: setattr(model[0], "act", Mix()), "softmax"),
     "a flag": (lambda model: setattr(model[0], "mix", True), "mean"),
     "another forward of its class": (other_class_forward, "softmax"),
     "another module with its layers": (lambda model: model.__setitem__(0, Other(model[0])), "elsewhere in the model"),
-    "a module beside with a layer": (lambda model: model.append(model[0].up), "elsewhere in the model"),
     "dropout": (lambda model: setattr(model[0], "act", nn.Dropout(0.5)), "dropout that it did not have"),
     "a forward hook on a layer": (
         lambda model: model[0].up.register_forward_hook(norm),
@@ -74,16 +67,7 @@ CHANGES = {
     ),
     "on the activation": (lambda model: model[0].act.register_forward_hook(norm), "act has a forward hook"),
     "before": (lambda model: model[0].down.register_forward_pre_hook(norm), "0.down has a forward pre-hook"),
-    "backward": (lambda model: model[0].act.register_full_backward_hook(norm), "act has a backward hook"),
-    "before backward": (
-        lambda model: model[0].up.register_full_backward_pre_hook(norm),
-        "0.up has a backward pre-hook",
-    ),
     "on a parameter": (lambda model: model[0].up.weight.register_hook(norm), "0.up has a weight with a hook.*norm"),
-    "once it is accumulated": (
-        lambda model: model[0].down.weight.register_post_accumulate_grad_hook(norm),
-        "0.down has a weight with a post-accumulate hook.*norm",
-    ),
     "on all modules": (
         lambda model: modules_of_torch.register_module_forward_hook(norm),
         "as all modules have, a forward hook",

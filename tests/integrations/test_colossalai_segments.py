@@ -61,16 +61,6 @@ def test_any_owner_computes_the_same(rank, group, *, kind):
     assert_any_owner_computes_the_same(model, segments, compute(kind), group)
 
 
-@pytest.mark.parametrize("kind", ["ViT", "Bert", "GPT2"])
-@on_ranks(2)
-def test_a_bias_that_the_activation_adds_moves_along(rank, group, *, kind):
-    changes = {"activation_function": "gelu"} if kind == "GPT2" else {}
-    model, segments, reasons = sharded(kind, group, fused_by_jit=True, **changes)
-    assert reasons == {} and len(segments) == 2 * DEPTH
-    assert any(getattr(layer, "skip_bias_add", False) for layer in balanced_layers(model).values())
-    assert_any_owner_computes_the_same(model, segments, compute(kind), group)
-
-
 @on_ranks(2)
 def test_dropout_of_parallel_inputs_is_keyed_by_the_unit(rank, group):
     model, segments, _ = sharded("Bert", group, attention="eager", attention_probs_dropout_prob=0.3)

@@ -12,7 +12,6 @@ from helpers.dtensor_models import (
     mesh_of,
     split,
     train,
-    train_feed_forward,
     train_while_units_move,
     whole_model,
 )
@@ -31,21 +30,6 @@ def one_block():
     model = whole_model()
     model.blocks = model.blocks[:1]
     return model
-
-
-@on_ranks(2, timeout_s=110)
-def test_moves_in_one_graph_leave_losses_and_gradients_those_of_the_layers(rank, group):
-    shares = [(3, 1), (1, 3), (1, 1), (2, 1), (1, 1)]
-
-    torch._dynamo.reset()
-    outcomes = []
-    for compiles in (False, True):
-        model = feed_forward(mesh_of())
-        call, counter = compiled(model) if compiles else (model, None)
-        outcomes.append(train_feed_forward(model, call, shares))
-    for (expected, values), num_compilations in gathered(group, (outcomes, counter.frame_count)):
-        assert values == expected
-        assert num_compilations <= 3
 
 
 @pytest.mark.parametrize(("is_cast", "most"), [pytest.param(False, 1, marks=pytest.mark.slow), (True, 2)])

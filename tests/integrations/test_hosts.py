@@ -7,7 +7,6 @@ import pytest
 import torch
 from helpers.on_ranks import on_ranks
 from helpers.parallel_layers import assert_any_owner_computes_the_same
-from helpers.processes import caught_log_lines
 from torch import nn
 
 import zeroresize as zr
@@ -69,28 +68,6 @@ def test_the_hosts_layers_are_swapped_in_place_and_compute_bitwise_alike(rank, g
     assert [id(one) for one in model.parameters()] == parameters
     assert list(balanced_layers(model)) == ["0", "2"]
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
-
-
-@on_ranks(2)
-def test_a_hosts_reason_and_its_subclasses_leave_layers_alone(rank, group, *, example):
-    class Special(example["HostColumn"]):
-        pass
-
-    classes = {example["HostColumn"]: example["BalancedColumn"], example["HostRow"]: example["BalancedRow"]}
-    register_host(SwappedClasses(classes, lambda layer: "it is wide" if layer.in_features > 12 else None))
-    model = nn.ModuleDict(
-        {
-            "taken": example["HostColumn"](12, 24, group),
-            "wide": example["HostColumn"](16, 24, group),
-            "special": Special(12, 24, group),
-        }
-    )
-    with caught_log_lines() as lines:
-        zr.convert(model, process_group=group)
-    assert list(balanced_layers(model)) == ["taken"]
-    assert type(model["wide"]) is example["HostColumn"] and type(model["special"]) is Special
-    assert any("layer wide is left alone: it is wide" in line for line in lines)
-    assert any("layer special is left alone: Special is a subclass" in line for line in lines)
 
 
 class Careless:

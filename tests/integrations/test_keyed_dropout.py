@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.hosts import build, compute, split
 from helpers.on_ranks import on_ranks
 from helpers.parallel_layers import assert_any_owner_computes_the_same
 from test_find_segments import WIDTH, Layers, mlp, module
@@ -50,19 +49,6 @@ def test_a_step_with_dropout_is_the_same_whoever_owns_a_neuron(rank, group):
     assert model[0][1].segment is again[0]
 
 
-@pytest.mark.parametrize("kind", ["Bert", "GPT2"])
-@on_ranks(2)
-def test_attention_probabilities_are_dropped_by_head(rank, group, *, kind):
-    p = {"attn_pdrop": 0.3} if kind == "GPT2" else {"attention_probs_dropout_prob": 0.3}
-
-    model = split(build(kind, "eager", **p), group)
-    segments, _ = found_in(model, group)
-    assert why_not_keyable(model, segments) == {}
-    KeyedDropout(model, segments, seed=1)
-    assert sum(isinstance(one, UnitDropout) for one in model.modules()) == len(segments) / 2
-    assert_any_owner_computes_the_same(model, segments, lambda model: from_the_first_call(model, compute(kind)), group)
-
-
 def in_a_function(layers):
     return module(lambda self, x: self.b(F.dropout(self.a(x), 0.5, self.training)), a=layers.col(), b=layers.row())
 
@@ -86,14 +72,3 @@ def test_what_cannot_be_keyed_is_told_and_stays(rank, group, *, build_model):
     assert len(segments) == 1
     assert list(why_not_keyable(model, segments)) == [segments[0].name]
     assert not any(isinstance(one, UnitDropout) for one in model.modules())
-
-
-@pytest.mark.parametrize(
-    ("kind", "p"), [("Bert", "attention_probs_dropout_prob"), ("Llama", "attention_dropout"), ("GPT2", "attn_pdrop")]
-)
-@on_ranks(2)
-def test_fused_attention_that_drops_is_told(rank, group, *, kind, p):
-    for probability, is_told in ((0.0, False), (0.1, True)):
-        model = split(build(kind, "sdpa", **{p: probability}), group)
-        segments, _ = found_in(model, group)
-        assert list(why_not_keyable(model, segments)) == [one.name for one in segments[::2]] * is_told

@@ -53,28 +53,21 @@ def converted(group, shares=None, *, keeps_size=True, key_heads=4, **options):
 
 
 REFUSED = {
-    "half a key's head": (
-        {"unit_size": HEAD},
-        r"unit_size=4 makes 2 features of 0\.k a unit, which are no whole heads of 4 \(Attention\.head_dim\)",
-    ),
     "a unit that is no head": ({"unit_size": 2}, r"makes 2 features of 0\.q a unit, which are no whole heads"),
     "heads of a size that nobody told": (
         {"unit_size": HEAD, "keeps_size": False},
         r"different numbers of features of a unit \(4 of 0\.q, 2 of 0\.k, 2 of 0\.v, 4 of 0\.out\).*head_size=",
     ),
     "the wrong size": ({"head_size": 3}, r"no whole heads of 3 \(head_size\)"),
-    "no size": ({"head_size": 0}, "head_size=0 is not allowed: wanted is a whole number of features, at least 1"),
     "no unit_size": (
         {"unit_size": 1, "key_heads": 8, "on_change": None, "kind": "heads"},
         r"unit_size=1 makes 1 feature of 0\.q a unit, which are no whole heads of 4 \(Attention\.head_dim\): "
         "say unit_size=4 for one head",
     ),
-    "no unit_size, units of no kind": ({"unit_size": 1, "key_heads": 8, "kind": "units"}, "makes 1 feature of 0.q"),
     "heads of one feature, and no on_change": (
         {"unit_size": 1, "key_heads": 8, "head_size": 1, "on_change": None, "kind": "heads"},
         r"Attention\.num_heads=4 seems to count .* no on_change",
     ),
-    "no on_change": ({"on_change": None}, r"Attention\.num_heads=4 seems to count .* no on_change"),
 }
 
 

@@ -59,20 +59,9 @@ def by_split(self, x, y):
     return (weights.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
-def by_slices(self, x, y):
-    q, k, v = y[..., : self.dim], y[:, :, self.dim : 2 * self.dim], y[..., -self.dim :]
-    shape = (*x.shape[:-1], -1, HEAD)
-    return attend(q.view(shape).transpose(1, 2), k.view(shape).transpose(1, 2), v.view(shape).transpose(1, 2))
-
-
 def by_unbind(self, x, y):
     q, k, v = y.unflatten(-1, (3, -1, HEAD)).unbind(-3)
     return attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-
-
-def by_index(self, x, y):
-    y = y.view(x.shape[0], x.shape[1], 3, -1, HEAD).movedim(2, 0).transpose(2, 3)
-    return attend(y[0], y[1], y[2])
 
 
 def attend_heads(x, parts):
@@ -83,12 +72,8 @@ def attend_heads(x, parts):
 CUTS = {
     "chunk": lambda self, x, y: attend_heads(x, y.chunk(3, dim=-1)),
     "split": by_split,
-    "slices": by_slices,
     "permute": lambda self, x, y: attend(*y.reshape(*x.shape[:2], 3, self.num_heads, HEAD).permute(2, 0, 3, 1, 4)),
-    "unbind": by_unbind,
-    "index": by_index,
     "einops": lambda self, x, y: attend(*rearrange(y, "b t (three h d) -> three b h t d", three=3, d=HEAD)),
-    "untraced loop": lambda self, x, y: attend(*(p.transpose(1, 2) for p in y.unflatten(-1, (3, -1, HEAD)).unbind(2))),
     "axis of heads": lambda self, x, y: attend(
         *y.view(*x.shape[:2], -1, HEAD).transpose(1, 2).split([self.num_heads] * 3, dim=1)
     ),
@@ -102,7 +87,6 @@ class Gated(Packed):
 GATES = {
     "glu": lambda self, x, y: F.glu(y, dim=-1),
     "gate": lambda self, x, y: F.silu(y.chunk(2, -1)[0]) * y.chunk(2, -1)[1],
-    "module": lambda self, x, y: self.act(y),
 }
 
 
@@ -132,17 +116,11 @@ def halves_of_heads(self, x, y):
 RIGHT = {
     "of each head": (Packed, of_each_head),
     "of each group": (Packed, of_each_group),
-    "of every other": (Gated, lambda self, x, y: F.silu(y[..., ::2]) * y[..., 1::2]),
     "one head after another": (
         Plain,
         lambda self, x, y: torch.cat([F.softmax(one, dim=-1) for one in y.chunk(self.num_heads, dim=-1)], dim=-1),
     ),
-    "heads side by side": (
-        Plain,
-        lambda self, x, y: torch.stack(y.split(HEAD, dim=-1)).softmax(-1).movedim(0, 2).flatten(2),
-    ),
     "halves of heads": (Plain, halves_of_heads),
-    "last token": (Plain, lambda self, x, y: y[:, -1:] * y),
 }
 
 
@@ -220,7 +198,7 @@ def test_parts_make_them_right_and_other_parts_are_refused(rank, group):
             zr.convert(split(Packed(mix), "from_linear", group, parts), process_group=group)
     segment = zr.Segment(["up"], "down", HEAD, parts=3, on_change=len)
     with pytest.raises(ValueError, match=r"up was split over the ranks as one part, and the segment says parts=3"):
-        model = split(Packed(CUTS["untraced loop"]), "from_linear", group)
+        model = split(Packed(CUTS["split"]), "from_linear", group)
         zr.convert(model, process_group=group, segments=[segment])
 
 

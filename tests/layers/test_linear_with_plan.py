@@ -1,11 +1,8 @@
 """Parallel layers with plans against unsharded ones with masked weights."""
 
-import itertools
-
 import torch
 from helpers.on_ranks import on_ranks
 from helpers.parallel_layers import TOLERANCES, PrunedPair, bf16_autocast
-from torch.utils.checkpoint import checkpoint
 
 
 @on_ranks(3)
@@ -26,11 +23,3 @@ def test_evaluation_computes_in_full_and_training_prunes_again(rank, group):
         pair.assert_equals(pair.whole)
         pair.model.train()
         pair.assert_equals(pair.masked)
-
-
-@on_ranks(2, itertools.product((True, False), ["zero", "average"]))
-def test_activation_checkpointing_changes_no_gradient(rank, group, use_reentrant, imputation):
-    pair = PrunedPair(group, imputation=imputation)
-    plain = pair.gradients(pair.model, 4, 5)
-    checkpointed = pair.gradients(lambda x: checkpoint(pair.model, x, use_reentrant=use_reentrant), 4, 5)
-    assert all(torch.equal(one, other) for one, other in zip(plain, checkpointed, strict=True))

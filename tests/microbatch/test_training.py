@@ -19,8 +19,6 @@ from helpers.on_ranks import on_ranks
 from helpers.processes import for_each, told_by_survivors
 
 from zeroresize.microbatch.padded import IGNORED
-from zeroresize.microbatch.planners import RunPlanners
-from zeroresize.microbatch.store import share_store
 from zeroresize.microbatch.trainer import _tokens
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.microbatches.plan import MicroBatch, batch_fingerprint
@@ -54,18 +52,6 @@ def test_however_it_is_planned_results_are_the_same(rank, group, options):
     planner = planner_of("gpt", strategy, **options)
     assert ('"layers"' in planner(0)) == ("memory_limit" in options)
     check_losses("gpt", strategy, group, planner, dtype=torch.float32, rel=1e-5)
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_plans_of_planner_processes_train_alike(rank, group, *, forked):
-    strategy = Strategy(pp=2)
-
-    planner, shared = planner_of("gpt", strategy), share_store(group)
-    planners = RunPlanners(planner, shared, group, torch.device("cpu"), last=3, ahead=2)
-    check_losses("gpt", strategy, group, planner, plans=planners, num_steps=4)
-    planners.close()
-    shared.close()
 
 
 @on_ranks(2)

@@ -44,27 +44,6 @@ def test_seconds_are_scaled_to_the_mean_count_of_the_blocks_since_the_last_profi
     assert block.mean_seconds(1, 9.0, 18.0) == pytest.approx((9.0, 18.0))
 
 
-def test_a_layer_without_work_in_the_measured_block_keeps_its_seconds_per_count():
-    counter, counts, _ = counter_of(1)
-    counted(counter, counts, *[[4.0]] * 8)
-    counter.measured_block().mean_seconds(0, 8.0, 12.0)
-    counted(counter, counts, *[[4.0]] * 7, [0.0])
-    assert counter.measured_block().mean_seconds(0, 0.1, 0.1) == pytest.approx((7.0, 10.5))  # of 3.5
-
-
-def test_layers_that_have_moved_are_counted_since_they_are_here():
-    counter, counts, pipeline = counter_of(2)
-    pipeline.present = range(1)
-    counted(counter, counts, *[[1.0, 0.0]] * 8)
-    counter.begin_block()
-    pipeline.present = range(1, 2)  # moves within the block
-    counter.end_block()
-    counted(counter, counts, [0.0, 2.0], [0.0, 4.0])
-    block = counter.measured_block()
-    assert block.mean_seconds(1, 4.0, 4.0) == pytest.approx((3.0, 3.0))
-    assert set(block.counts) == {1}
-
-
 class Experts(nn.Module):
     """Rows that begin with a positive number go to the first of two matrices, the others to the second."""
 

@@ -1,7 +1,5 @@
 """What measuring costs decides how often layers are measured, alike on all ranks."""
 
-import time
-
 import pytest
 import torch
 from helpers.on_ranks import gathered, on_ranks
@@ -9,8 +7,6 @@ from helpers.sleeping_layers import MICRO, batch, layers_of
 from torch import nn
 
 from zeroresize.pipeline import LayerProfiler, Pipeline, PipelineBalancer, measuring
-from zeroresize.pipeline.measuring import BlockSeconds
-from zeroresize.policy.pipeline.profile_cadence import SpentSeconds
 
 pytestmark = pytest.mark.same_ranks
 
@@ -85,38 +81,3 @@ def test_what_must_be_measured_now_does_not_wait_for_a_long_interval(rank, group
     balancer.profile_next()
     train(2)
     assert len(records) - num_records == 1
-
-
-def test_blocks_that_are_measured_or_move_layers_are_not_usual(monkeypatch):
-    now_s = [0.0]
-    monkeypatch.setattr(measuring.time, "thread_time", lambda: now_s[0])
-    seconds = BlockSeconds(torch.device("cpu"))
-    for spent_s, is_measured, is_usual in (
-        (1.0, False, True),
-        (9.0, True, True),
-        (1.0, False, True),
-        (30.0, False, False),
-        (2.0, False, True),
-        (2.0, False, True),
-        (3.0, True, True),
-    ):
-        seconds.begin()
-        now_s[0] += spent_s
-        seconds.end(is_measured=is_measured, is_usual=is_usual)
-        with seconds.handling():
-            now_s[0] += 0.25
-        now_s[0] += 0.5
-    assert seconds.spent() == SpentSeconds(usual_s=1.5, profiled_s=3.0, handling_s=7 * 0.25, step_s=1.5 + 0.75)
-    seconds.forget()
-    assert seconds.spent() == SpentSeconds(usual_s=0.0, profiled_s=3.0, handling_s=0.0, step_s=0.0)
-
-
-def test_the_time_of_waits_is_not_spent():
-    seconds = BlockSeconds(torch.device("cpu"))
-    for _ in range(4):
-        seconds.begin()
-        time.sleep(0.05)
-        seconds.end(is_measured=False, is_usual=True)
-    seconds.begin()
-    spent = seconds.spent()
-    assert 0.0 < spent.usual_s < 0.05 and 0.0 < spent.step_s < 0.05

@@ -4,7 +4,6 @@ import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers import pipelines
 from helpers.on_ranks import gathered, on_ranks
 from helpers.pipelines import (
@@ -140,23 +139,6 @@ def test_a_released_rank_that_goes_on_is_told_what_to_do(rank, group):
         with pytest.raises(RuntimeError, match=r"this rank was released .* end the process"):
             call()
     assert training.pipeline.state_dict() == {}
-
-
-@on_ranks(5)
-def test_the_ranks_of_one_pipeline_are_enough(rank, group):
-    """Its group's ranks need not be in order, and those of another one take no part."""
-
-    first, second = dist.new_group([0, 2, 4]), dist.new_group([1, 3])
-    training = Training(first if rank % 2 == 0 else second)
-    training.train(1)
-    if rank % 2 == 0:
-        report = training.repack(2)
-        assert (report.remaining, report.released) == ((0, 2), (4,))
-    else:
-        report = training.repack(1)
-        assert len(report.remaining) == 1  # any of them: the job's store is not here
-    if not report.is_released:
-        training.train(1)
 
 
 @on_ranks(4)
