@@ -35,9 +35,8 @@ def sharded(kind, group, fused_by_jit=False, **changes):
     return model, *convert_and_find(model, group)
 
 
-@pytest.mark.parametrize("kind", ATTENTION)
-@on_ranks(2)
-def test_any_owner_computes_the_same(rank, group, *, kind):
+@on_ranks(2, [(kind,) for kind in ATTENTION], timeout_s=120)
+def test_any_owner_computes_the_same(rank, group, kind):
     """And every layer is in a segment of heads or of neurons."""
 
     model, segments, reasons = sharded(kind, group)

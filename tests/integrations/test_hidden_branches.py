@@ -8,27 +8,9 @@ import torch.nn.functional as F
 from helpers.on_ranks import on_ranks
 from helpers.processes import in_first_rank
 from helpers.segments import convert_and_find
+from test_find_segments import Layers, odd
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-from zeroresize import ColumnParallelLinear, RowParallelLinear
-
-WIDTH, INNER = 8, 12
-
-
-def module(forward, group, parts):
-    """``forward(self, x)`` between a column- and a row-parallel layer, a and b."""
-
-    class Module(nn.Module):
-        pass
-
-    Module.forward = forward
-    made = Module()
-    made.a = ColumnParallelLinear(WIDTH, INNER, process_group=group)
-    made.b = RowParallelLinear(INNER, WIDTH, process_group=group)
-    for name, part in parts.items():
-        setattr(made, name, part)
-    return made
 
 
 def softmax_if(question):
@@ -125,7 +107,7 @@ NOT_PROVEN = {
 @in_first_rank
 def test_what_may_compute_something_else_stays_even_with_the_reason(rank, group):
     for kind, (forward, parts, reason) in NOT_PROVEN.items():
-        model = module(forward, group, parts)
+        model = odd(forward, **parts)(Layers(group))
         before = {name: repr(getattr(model, name)) for name in parts}
         states = random.getstate(), torch.get_rng_state()
         segments, reasons = convert_and_find(model, group)
@@ -159,7 +141,7 @@ PROVEN = {
 @in_first_rank
 def test_what_is_always_the_same_is_proven(rank, group):
     for kind, (forward, parts) in PROVEN.items():
-        model = module(forward, group, parts)
+        model = odd(forward, **parts)(Layers(group))
         state = torch.get_rng_state()
         segments, reasons = convert_and_find(model, group)
         if kind == "dropout by a function":  # which cannot be keyed by the unit

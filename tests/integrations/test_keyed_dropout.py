@@ -64,9 +64,8 @@ def in_two_modules(layers):
     return nn.Sequential(mlp(layers, drop), drop)
 
 
-@pytest.mark.parametrize("build_model", [in_a_function, used_after_the_row_too, in_two_modules])
-@on_ranks(2)
-def test_what_cannot_be_keyed_is_told_and_stays(rank, group, *, build_model):
+@on_ranks(2, [(in_a_function,), (used_after_the_row_too,), (in_two_modules,)])
+def test_what_cannot_be_keyed_is_told_and_stays(rank, group, build_model):
     model = build_model(Layers(group))
     segments, _ = found_in(model, group)
     assert len(segments) == 1

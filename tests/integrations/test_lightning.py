@@ -7,7 +7,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from helpers.dtensor_models import batch, whole_model
 from helpers.lightning_models import batches, fit, fit_whole, module_class, moves_at, trainer_of
-from helpers.processes import caught_log_lines
 from helpers.transformers_models import as_rank
 from torch.nn import functional
 
@@ -126,22 +125,6 @@ def test_after_a_training_that_broke_off_it_is_saved_at_home_and_the_next_one_go
         assert callback.balancer.plan.owned == (0.5, 1.5)
         away = ((16, 36), (16, 12))[rank]
         assert shapes == [away, away, (16, 24)]
-
-    run_ranks(check, 2)
-
-
-def test_a_checkpoint_without_a_balancers_state_is_gone_on_from_with_a_warning(run_ranks, tmp_path):
-    library = LIBRARIES[0]
-    importlib.import_module(library)
-    whole = fit_whole(library, tmp_path)
-
-    def check(rank, group):
-        fit(library, rank, tmp_path, [checkpoints_in(library, tmp_path, every_n_train_steps=3)])
-        callback = balance_callback()
-        with caught_log_lines() as lines:
-            module, _ = fit(library, rank, tmp_path, [callback], ckpt_path=tmp_path / "step=3.ckpt")
-        assert any("from step 3, whose checkpoint was saved without BalanceCallback" in line for line in lines)
-        assert module.losses == pytest.approx(whole.losses[6:], abs=1e-10)
 
     run_ranks(check, 2)
 

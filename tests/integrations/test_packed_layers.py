@@ -16,6 +16,8 @@ import zeroresize as zr
 from zeroresize.checks.recording import Recorder
 from zeroresize.resharding.ranks import Ranks
 
+pytestmark = pytest.mark.same_ranks
+
 rearrange = pytest.importorskip("einops").rearrange
 
 WIDTH, HEADS, HEAD = 8, 4, 2

@@ -21,9 +21,8 @@ HEADS_OF = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@on_ranks(2)
-def test_every_layer_is_in_a_segment_of_heads_or_of_neurons_and_any_owner_computes_the_same(rank, group, *, kind):
+@on_ranks(2, [(kind,) for kind in KINDS], timeout_s=120)
+def test_every_layer_is_in_a_segment_of_heads_or_of_neurons_and_any_owner_computes_the_same(rank, group, kind):
     model = split(build(kind), group)
     segments, reasons = convert_and_find(model, group)
     layers = balanced_layers(model)

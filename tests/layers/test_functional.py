@@ -20,6 +20,8 @@ from zeroresize.kernels.probe import Probes
 from zeroresize.layers.functional import LastGradients, ProductContext, column_parallel_products, row_parallel_products
 from zeroresize.plan.layer import LayerPlan
 
+pytestmark = pytest.mark.same_ranks
+
 KINDS = ("column", "row")
 LEADING_SHAPES = [(), (1,), (7,), (5, 3), (2, 3, 5)]
 

@@ -8,6 +8,8 @@ from torch import nn
 
 from zeroresize import ColumnParallelLinear, RowParallelLinear
 
+pytestmark = pytest.mark.same_ranks
+
 
 @on_ranks(2, LAYERS.values())
 def test_from_linear_keeps_what_the_linear_is(rank, group, kind, options):

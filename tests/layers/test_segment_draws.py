@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroresize as zr
 
+pytestmark = pytest.mark.same_ranks
+
 WIDTH, HEADS, HEAD = 8, 4, 2
 
 

@@ -11,29 +11,10 @@ from zeroresize.resharding.parameter_state import (
     STATE,
     Description,
     ParameterState,
-    StateKind,
     agreed_descriptions,
     descriptions_from_json,
     descriptions_to_json,
-    kind_of_state,
 )
-
-MATRIX, SINGLE = torch.zeros(4, 3), torch.zeros(1)
-
-
-def test_state_is_told_apart_by_its_shape():
-    for key, value, parameter, kind in (
-        ("exp_avg", torch.zeros(4, 3, dtype=torch.bfloat16), MATRIX, StateKind.LIKE_PARAMETER),
-        ("step", torch.tensor(3.0), MATRIX, StateKind.NUMBER),
-        ("scale", torch.zeros(1, 1), MATRIX, StateKind.NUMBER),
-        ("rows", torch.zeros(4), MATRIX, StateKind.OTHER_TENSOR),
-        ("exp_avg", torch.zeros(1), SINGLE, StateKind.LIKE_PARAMETER),
-        ("step", torch.zeros(1), SINGLE, StateKind.NUMBER),  # of the parameter's shape by accident
-        ("step", 3, MATRIX, StateKind.PLAIN),
-        ("none", None, MATRIX, StateKind.PLAIN),
-        ("history", [torch.zeros(4, 3)], MATRIX, StateKind.OTHER),
-    ):
-        assert kind_of_state(key, value, parameter) is kind
 
 
 def stepped_once(master=False):

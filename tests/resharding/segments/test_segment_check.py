@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import parallel_layers
-from helpers.on_ranks import on_ranks
 from helpers.processes import for_each
 from torch import nn
 
@@ -127,31 +126,6 @@ def test_what_depends_on_who_owns_a_unit_is_an_error_on_every_rank(run_ranks):
 
     first, other = run_ranks(check, 2, timeout_s=30)
     assert first == other
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_training_goes_on_as_if_nothing_had_been_checked(rank, group):
-    losses = []
-    for checks in (False, True):
-        model = converted(group)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        balancer = zr.Balancer(model, optimizer, process_group=group, config=CONFIG)
-        torch.manual_seed(1)
-        losses.append([])
-        for step in range(4):
-            if checks and step in (0, 2):
-                gradients = [one.grad for one in model.parameters()]
-                zr.check_segments(model, batch())
-                assert all(one.grad is old for one, old in zip(model.parameters(), gradients, strict=True))
-            loss = model(**batch()).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            balancer.step()
-            losses[-1].append((loss.item(), model.norm.running_mean.clone()))
-        balancer.close()
-    assert all(a == b and torch.equal(x, y) for (a, x), (b, y) in zip(*losses, strict=True))
 
 
 def test_it_says_what_it_needs(run_ranks):
