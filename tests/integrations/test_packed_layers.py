@@ -76,6 +76,7 @@ CUTS = {
     "split": by_split,
     "permute": lambda self, x, y: attend(*y.reshape(*x.shape[:2], 3, self.num_heads, HEAD).permute(2, 0, 3, 1, 4)),
     "einops": lambda self, x, y: attend(*rearrange(y, "b t (three h d) -> three b h t d", three=3, d=HEAD)),
+    "untraced loop": lambda self, x, y: attend(*(p.transpose(1, 2) for p in y.unflatten(-1, (3, -1, HEAD)).unbind(2))),
     "axis of heads": lambda self, x, y: attend(
         *y.view(*x.shape[:2], -1, HEAD).transpose(1, 2).split([self.num_heads] * 3, dim=1)
     ),
@@ -200,7 +201,7 @@ def test_parts_make_them_right_and_other_parts_are_refused(rank, group):
             zr.convert(split(Packed(mix), "from_linear", group, parts), process_group=group)
     segment = zr.Segment(["up"], "down", HEAD, parts=3, on_change=len)
     with pytest.raises(ValueError, match=r"up was split over the ranks as one part, and the segment says parts=3"):
-        model = split(Packed(CUTS["split"]), "from_linear", group)
+        model = split(Packed(CUTS["untraced loop"]), "from_linear", group)
         zr.convert(model, process_group=group, segments=[segment])
 
 
