@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from helpers.on_ranks import on_ranks
 from helpers.parallel_layers import block, segments_of, uneven
 from hypothesis import given
 from hypothesis import strategies as st
@@ -120,32 +121,31 @@ class WithExtraState(nn.Linear):
         return {"scale": 1.0}
 
 
-def test_what_may_be_divided_in_an_unknown_way_is_an_error(run_ranks):
-    def check(rank, group):
-        with pytest.raises(ValueError, match=r"embed\.weight \(shape \(3, 4\) on this rank\) belongs to a layer with"):
-            zr.sharded_state_dict(nn.ModuleDict({"embed": Foreign(group)}))
-        alone = dist.new_group([rank], use_local_synchronization=True)
-        assert list(zr.sharded_state_dict(nn.ModuleDict({"embed": Foreign(alone)}))) == ["embed.weight", CHECKSUMS]
-        norm = nn.SyncBatchNorm(3, process_group=group)
-        assert len(zr.sharded_state_dict(norm)) == 6
-        normed = nn.utils.parametrizations.weight_norm(zr.ColumnParallelLinear(4, 6, process_group=group))
-        with pytest.raises(ValueError, match="how it is divided over its ranks is not known"):
-            zr.sharded_state_dict(normed)
-        with pytest.raises(ValueError, match="has extra state"):
-            zr.sharded_state_dict(nn.Sequential(WithExtraState(2, 2)))
-        model = block(group)
-        segments = segments_of(model, group)
-        for segment in segments:
-            for where in segment.tensors:
-                where.owner.segment = segment
-        move_units(segments, uneven(2), process_group=group, optimizer=None)
-        with pytest.raises(ValueError, match="is it a copy of a layer that was divided unevenly"):
-            zr.sharded_state_dict(copy.deepcopy(model))
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_what_may_be_divided_in_an_unknown_way_is_an_error(rank, group):
+    with pytest.raises(ValueError, match=r"embed\.weight \(shape \(3, 4\) on this rank\) belongs to a layer with"):
+        zr.sharded_state_dict(nn.ModuleDict({"embed": Foreign(group)}))
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    assert list(zr.sharded_state_dict(nn.ModuleDict({"embed": Foreign(alone)}))) == ["embed.weight", CHECKSUMS]
+    norm = nn.SyncBatchNorm(3, process_group=group)
+    assert len(zr.sharded_state_dict(norm)) == 6
+    normed = nn.utils.parametrizations.weight_norm(zr.ColumnParallelLinear(4, 6, process_group=group))
+    with pytest.raises(ValueError, match="how it is divided over its ranks is not known"):
+        zr.sharded_state_dict(normed)
+    with pytest.raises(ValueError, match="has extra state"):
+        zr.sharded_state_dict(nn.Sequential(WithExtraState(2, 2)))
+    model = block(group)
+    segments = segments_of(model, group)
+    for segment in segments:
+        for where in segment.tensors:
+            where.owner.segment = segment
+    move_units(segments, uneven(2), process_group=group, optimizer=None)
+    with pytest.raises(ValueError, match="is it a copy of a layer that was divided unevenly"):
+        zr.sharded_state_dict(copy.deepcopy(model))
 
 
-def test_an_optimizer_that_cannot_be_saved_is_an_error(run_ranks):
+@on_ranks(2)
+def test_an_optimizer_that_cannot_be_saved_is_an_error(rank, group):
     class Factored(torch.optim.Optimizer):
         def __init__(self, parameters):
             super().__init__(parameters, {"lr": 1.0})
@@ -154,15 +154,12 @@ def test_an_optimizer_that_cannot_be_saved_is_an_error(run_ranks):
             for parameter in self.param_groups[0]["params"]:
                 self.state[parameter]["row"] = torch.zeros(len(parameter) + 1)
 
-    def check(rank, group):
-        model = nn.Sequential(zr.ColumnParallelLinear(4, 6, process_group=group), nn.Linear(6, 1))
-        with pytest.raises(ValueError, match=r"steps 1 tensors that are no parameters of the model.*shape \(7,\)"):
-            zr.sharded_state_dict(model, torch.optim.SGD([*model.parameters(), torch.zeros(7)]))
-        with pytest.raises(ValueError, match=r"keeps 'row' of shape \(4,\) beside 0\.weight of shape \(3, 4\)"):
-            zr.sharded_state_dict(model, Factored(model.parameters()))
-        with pytest.raises(ValueError, match=r"LBFGS has no state of 0\.weight yet.*let it make a step"):
-            zr.sharded_state_dict(model, torch.optim.LBFGS(model.parameters()))
-        whole = nn.Linear(6, 1)
-        assert "optimizer" in zr.sharded_state_dict(whole, Factored(whole.parameters()))
-
-    run_ranks(check, 2)
+    model = nn.Sequential(zr.ColumnParallelLinear(4, 6, process_group=group), nn.Linear(6, 1))
+    with pytest.raises(ValueError, match=r"steps 1 tensors that are no parameters of the model.*shape \(7,\)"):
+        zr.sharded_state_dict(model, torch.optim.SGD([*model.parameters(), torch.zeros(7)]))
+    with pytest.raises(ValueError, match=r"keeps 'row' of shape \(4,\) beside 0\.weight of shape \(3, 4\)"):
+        zr.sharded_state_dict(model, Factored(model.parameters()))
+    with pytest.raises(ValueError, match=r"LBFGS has no state of 0\.weight yet.*let it make a step"):
+        zr.sharded_state_dict(model, torch.optim.LBFGS(model.parameters()))
+    whole = nn.Linear(6, 1)
+    assert "optimizer" in zr.sharded_state_dict(whole, Factored(whole.parameters()))

@@ -5,6 +5,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from helpers import pipelines
 from helpers.faults import Evil, put_into_planner_data
+from helpers.on_ranks import on_ranks
 from helpers.pipelines import BOUNDARIES, MAX_NORM, OPTIMIZERS, assert_same, held, pipeline_of, undivided
 from helpers.processes import runner_in
 from helpers.states import values_of
@@ -86,38 +87,36 @@ def test_the_names_are_those_of_the_whole_model(written):
         assert torch.equal(value, whole[name]), name
 
 
-def test_what_is_read_is_what_was_there_when_it_was_written(run_ranks, tmp_path):
+@on_ranks(2)
+def test_what_is_read_is_what_was_there_when_it_was_written(rank, group, *, tmp_path):
     """State of any shape; none where the file is of before the first step, and some where a new optimizer has none."""
 
-    def check(rank, group):
-        def read_into(training, name, before):
-            loaded(tmp_path / name, training.pipeline, training.optimizer)
-            after = held(training.pipeline, training.optimizer)
-            assert_same(after, {key: one for key, one in before.items() if "gradient" not in key})
+    def read_into(training, name, before):
+        loaded(tmp_path / name, training.pipeline, training.optimizer)
+        after = held(training.pipeline, training.optimizer)
+        assert_same(after, {key: one for key, one in before.items() if "gradient" not in key})
 
-        for name in ("SGD", "Adafactor", "AdamW, fused"):
-            training = Training(group, name=name)
-            training.save(tmp_path / f"{name}, new")
-            new = held(training.pipeline, training.optimizer)
-            training.train(1)
-            training.save(tmp_path / name)
-            old = held(training.pipeline, training.optimizer)
-            training.train(1)
-            training.optimizer.zero_grad()
-            read_into(training, name, old)
-            read_into(training, f"{name}, new", new)
-            read_into(Training(group, name=name), name, old)
+    for name in ("SGD", "Adafactor", "AdamW, fused"):
+        training = Training(group, name=name)
+        training.save(tmp_path / f"{name}, new")
+        new = held(training.pipeline, training.optimizer)
+        training.train(1)
+        training.save(tmp_path / name)
+        old = held(training.pipeline, training.optimizer)
         training.train(1)
         training.optimizer.zero_grad()
-        state = zr.sharded_state_dict(training.pipeline, training.optimizer)
-        before = held(training.pipeline, training.optimizer)
-        done = dcp.async_save(state, checkpoint_id=tmp_path / "later", process_group=group)
-        for parameter in training.pipeline.parameters():
-            parameter.data.zero_()
-        done.result()
-        read_into(training, "later", before)
-
-    run_ranks(check, 2)
+        read_into(training, name, old)
+        read_into(training, f"{name}, new", new)
+        read_into(Training(group, name=name), name, old)
+    training.train(1)
+    training.optimizer.zero_grad()
+    state = zr.sharded_state_dict(training.pipeline, training.optimizer)
+    before = held(training.pipeline, training.optimizer)
+    done = dcp.async_save(state, checkpoint_id=tmp_path / "later", process_group=group)
+    for parameter in training.pipeline.parameters():
+        parameter.data.zero_()
+    done.result()
+    read_into(training, "later", before)
 
 
 class Pruned(nn.Module):
@@ -252,43 +251,41 @@ def test_a_balancer_goes_on_with_what_it_has_learned(run_ranks, tmp_path):
     assert values_of(other)["rebalancing"]["costs"] is None  # of devices nothing is known
 
 
-def test_what_does_not_fit_is_told_and_changes_nothing(run_ranks, written, tmp_path):
+@on_ranks(2)
+def test_what_does_not_fit_is_told_and_changes_nothing(rank, group, *, written, tmp_path):
     folder, _, _ = written
 
-    def check(rank, group):
-        training = Training(group)
-        training.train(1)
-        before = held(training.pipeline, training.optimizer)
-        pipeline, optimizer = training.pipeline, training.optimizer
+    training = Training(group)
+    training.train(1)
+    before = held(training.pipeline, training.optimizer)
+    pipeline, optimizer = training.pipeline, training.optimizer
 
-        def fails(checkpoint, message, pipeline=pipeline, optimizer=optimizer):
-            with pytest.raises(CheckpointException, match=message):
-                loaded(checkpoint, pipeline, optimizer)
-            assert_same(held(training.pipeline, training.optimizer), before)
+    def fails(checkpoint, message, pipeline=pipeline, optimizer=optimizer):
+        with pytest.raises(CheckpointException, match=message):
+            loaded(checkpoint, pipeline, optimizer)
+        assert_same(held(training.pipeline, training.optimizer), before)
 
-        with pytest.raises(ValueError, match=r"storage_reader=zr\.CheckpointReader"):  # of another reader
-            dcp.load(zr.sharded_state_dict(pipeline, optimizer), checkpoint_id=folder, process_group=group)
-        assert_same(held(pipeline, optimizer), before)
-        fails(tmp_path / "nothing", "nothing/.metadata")
-        fails(folder if rank else tmp_path / "nothing", "(?s)ranks:.*\\[0\\].*nothing/.metadata")
-        fails(folder, "other groups of them", optimizer=torch.optim.SGD(pipeline.parameters(), lr=0.1))
-        fails(
-            folder,
-            "the checkpoint is of 7 layers, and the pipeline has 8",
-            pipeline_of(group, (0, 4, 8), layers=[*pipelines.layers_of(), nn.Tanh()]),
-            None,
-        )
-        plain = tmp_path / f"plain {rank}"
-        dcp.save({"weight": torch.ones(2)}, checkpoint_id=plain, process_group=group, no_dist=True)
-        fails(plain, "Missing key in checkpoint state_dict: layers")
-        other = pipelines.layers_of()
-        other[6].register_buffer("more", torch.ones(1))
-        other[0].register_buffer("more", torch.ones(1))
-        fails(folder, "layers must be built alike", pipeline_of(group, layers=other), None)
-        loaded(folder, pipeline)
-        assert optimizer.state
-
-    run_ranks(check, 2)
+    with pytest.raises(ValueError, match=r"storage_reader=zr\.CheckpointReader"):  # of another reader
+        dcp.load(zr.sharded_state_dict(pipeline, optimizer), checkpoint_id=folder, process_group=group)
+    assert_same(held(pipeline, optimizer), before)
+    fails(tmp_path / "nothing", "nothing/.metadata")
+    fails(folder if rank else tmp_path / "nothing", "(?s)ranks:.*\\[0\\].*nothing/.metadata")
+    fails(folder, "other groups of them", optimizer=torch.optim.SGD(pipeline.parameters(), lr=0.1))
+    fails(
+        folder,
+        "the checkpoint is of 7 layers, and the pipeline has 8",
+        pipeline_of(group, (0, 4, 8), layers=[*pipelines.layers_of(), nn.Tanh()]),
+        None,
+    )
+    plain = tmp_path / f"plain {rank}"
+    dcp.save({"weight": torch.ones(2)}, checkpoint_id=plain, process_group=group, no_dist=True)
+    fails(plain, "Missing key in checkpoint state_dict: layers")
+    other = pipelines.layers_of()
+    other[6].register_buffer("more", torch.ones(1))
+    other[0].register_buffer("more", torch.ones(1))
+    fails(folder, "layers must be built alike", pipeline_of(group, layers=other), None)
+    loaded(folder, pipeline)
+    assert optimizer.state
 
 
 class Remembering(nn.Linear):

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from helpers.on_ranks import on_ranks
 from helpers.parallel_layers import (
     HEAD_SIZE,
     HEADS,
@@ -193,98 +194,90 @@ OPTIMIZERS = {
 }
 
 
-def test_a_new_optimizer_goes_on_as_the_old_one(run_ranks, tmp_path):
-    def check(rank, group):
-        for name, make_optimizer in OPTIMIZERS.items():
-            training = Training(group, make_optimizer=make_optimizer)
-            training.train(2)
-            training.divide(NOTHING)
-            training.train(2, begin=2)
-            dcp.save(training.state(), checkpoint_id=str(tmp_path / name))
-            other = Training(group, LITTLE, seed=1, lr=0.5, make_optimizer=make_optimizer)
-            (settings,) = other.optimizer.param_groups
-            kind = type(settings["lr"])
-            dcp.load(other.state(), checkpoint_id=str(tmp_path / name))
-            assert type(settings["lr"]) is kind and float(settings["lr"]) == pytest.approx(1e-2), name
-            assert same(other.everything(), training.everything()), name
-            assert other.train(3, begin=4) == pytest.approx(training.train(3, begin=4), abs=1e-10, rel=0), name
-
-    run_ranks(check, 2, timeout_s=120)
+@on_ranks(2, timeout_s=120)
+def test_a_new_optimizer_goes_on_as_the_old_one(rank, group, *, tmp_path):
+    for name, make_optimizer in OPTIMIZERS.items():
+        training = Training(group, make_optimizer=make_optimizer)
+        training.train(2)
+        training.divide(NOTHING)
+        training.train(2, begin=2)
+        dcp.save(training.state(), checkpoint_id=str(tmp_path / name))
+        other = Training(group, LITTLE, seed=1, lr=0.5, make_optimizer=make_optimizer)
+        (settings,) = other.optimizer.param_groups
+        kind = type(settings["lr"])
+        dcp.load(other.state(), checkpoint_id=str(tmp_path / name))
+        assert type(settings["lr"]) is kind and float(settings["lr"]) == pytest.approx(1e-2), name
+        assert same(other.everything(), training.everything()), name
+        assert other.train(3, begin=4) == pytest.approx(training.train(3, begin=4), abs=1e-10, rel=0), name
 
 
-def test_state_that_some_parameters_or_ranks_lack(run_ranks, tmp_path):
+@on_ranks(2)
+def test_state_that_some_parameters_or_ranks_lack(rank, group, *, tmp_path):
     def through_a_file(training, other, name):
         dcp.save(training.state(), checkpoint_id=str(tmp_path / name))
         dcp.load(other.state(), checkpoint_id=str(tmp_path / name))
 
-    def check(rank, group):
-        new, stepped = Training(group, NOTHING), Training(group, LITTLE, seed=1)
-        stepped.train(2)
-        through_a_file(new, stepped, "before the first step")
-        assert not new.optimizer.state and not any(stepped.optimizer.state.values())
-        assert same(stepped.everything(), new.everything())
-        assert stepped.train(3) == pytest.approx(new.train(3), abs=1e-10, rel=0)
+    new, stepped = Training(group, NOTHING), Training(group, LITTLE, seed=1)
+    stepped.train(2)
+    through_a_file(new, stepped, "before the first step")
+    assert not new.optimizer.state and not any(stepped.optimizer.state.values())
+    assert same(stepped.everything(), new.everything())
+    assert stepped.train(3) == pytest.approx(new.train(3), abs=1e-10, rel=0)
 
-        frozen, other = Training(group, NOTHING), Training(group, LITTLE, seed=1)
-        frozen.model[2].bias.requires_grad_(False)
-        frozen.train(2)
-        other.train(1)
-        through_a_file(frozen, other, "a parameter that never had a gradient")
-        assert not other.optimizer.state.get(other.model[2].bias)
-        assert other.optimizer.state[other.model[2].weight]["step"] == 2
+    frozen, other = Training(group, NOTHING), Training(group, LITTLE, seed=1)
+    frozen.model[2].bias.requires_grad_(False)
+    frozen.train(2)
+    other.train(1)
+    through_a_file(frozen, other, "a parameter that never had a gradient")
+    assert not other.optimizer.state.get(other.model[2].bias)
+    assert other.optimizer.state[other.model[2].weight]["step"] == 2
 
-        # A rank without units made no state: that of the others counts.
-        uneven = Training(group, NOTHING, make_optimizer=lion_like)
-        uneven.train(2)
-        assert bool(uneven.optimizer.state.get(uneven.model[1].up.weight)) == (rank == 0)
-        other = Training(group, LITTLE, seed=1, make_optimizer=lion_like)
-        through_a_file(uneven, other, "a rank without units")
-        assert other.optimizer.state[other.model[1].up.weight]["step"] == 2
-        assert other.train(3, begin=2) == pytest.approx(uneven.train(3, begin=2), abs=1e-10, rel=0)
-
-    run_ranks(check, 2)
+    # A rank without units made no state: that of the others counts.
+    uneven = Training(group, NOTHING, make_optimizer=lion_like)
+    uneven.train(2)
+    assert bool(uneven.optimizer.state.get(uneven.model[1].up.weight)) == (rank == 0)
+    other = Training(group, LITTLE, seed=1, make_optimizer=lion_like)
+    through_a_file(uneven, other, "a rank without units")
+    assert other.optimizer.state[other.model[1].up.weight]["step"] == 2
+    assert other.train(3, begin=2) == pytest.approx(uneven.train(3, begin=2), abs=1e-10, rel=0)
 
 
-def test_another_format_or_other_parameter_groups_are_an_error(run_ranks, tmp_path, monkeypatch):
-    def check(rank, group):
-        saved, other = Training(group), Training(group, seed=1)
-        dcp.save(saved.state(), checkpoint_id=str(tmp_path / "groups"))
-        before = other.everything()
-        monkeypatch.setattr("zeroresize.checkpoints.optimizer_state.FORMAT", 7)
-        dcp.save(saved.state(), checkpoint_id=str(tmp_path / "format"))
-        monkeypatch.undo()
-        with pytest.raises(dcp.CheckpointException, match=r"format: 1 is needed, found 7"):
-            dcp.load(other.state(), storage_reader=zr.CheckpointReader(str(tmp_path / "format")))
-        assert same(other.everything(), before)
-        first, *others = other.model.parameters()
-        other.optimizer = torch.optim.AdamW([{"params": [first]}, {"params": others}])
-        with pytest.raises(ValueError, match="has 1 parameter groups, and this one has 2"):
-            dcp.load(other.state(), checkpoint_id=str(tmp_path / "groups"))
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_another_format_or_other_parameter_groups_are_an_error(rank, group, *, tmp_path, monkeypatch):
+    saved, other = Training(group), Training(group, seed=1)
+    dcp.save(saved.state(), checkpoint_id=str(tmp_path / "groups"))
+    before = other.everything()
+    monkeypatch.setattr("zeroresize.checkpoints.optimizer_state.FORMAT", 7)
+    dcp.save(saved.state(), checkpoint_id=str(tmp_path / "format"))
+    monkeypatch.undo()
+    with pytest.raises(dcp.CheckpointException, match=r"format: 1 is needed, found 7"):
+        dcp.load(other.state(), storage_reader=zr.CheckpointReader(str(tmp_path / "format")))
+    assert same(other.everything(), before)
+    first, *others = other.model.parameters()
+    other.optimizer = torch.optim.AdamW([{"params": [first]}, {"params": others}])
+    with pytest.raises(ValueError, match="has 1 parameter groups, and this one has 2"):
+        dcp.load(other.state(), checkpoint_id=str(tmp_path / "groups"))
 
 
-def test_units_may_move_between_the_call_and_the_saving_or_while_it_goes_on(run_ranks, tmp_path):
-    def check(rank, group):
-        training, other = Training(group), Training(group, seed=1)
-        training.train(2)
-        state, others = training.state(), other.state()
-        training.divide(NOTHING)
-        other.divide(LITTLE)
-        dcp.save(state, checkpoint_id=str(tmp_path / "moved"))
-        dcp.load(others, checkpoint_id=str(tmp_path / "moved"))
-        everything = training.everything()
-        assert same(other.everything(), everything)
-        saving = dcp.async_save(
-            training.state(), checkpoint_id=str(tmp_path / "asynchronous"), process_group=dist.new_group()
-        )
-        training.divide(AT_HOME)
-        training.train(2, begin=2)
-        saving.result()
-        dcp.load(other.state(), checkpoint_id=str(tmp_path / "asynchronous"))
-        assert same(other.everything(), everything)
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_units_may_move_between_the_call_and_the_saving_or_while_it_goes_on(rank, group, *, tmp_path):
+    training, other = Training(group), Training(group, seed=1)
+    training.train(2)
+    state, others = training.state(), other.state()
+    training.divide(NOTHING)
+    other.divide(LITTLE)
+    dcp.save(state, checkpoint_id=str(tmp_path / "moved"))
+    dcp.load(others, checkpoint_id=str(tmp_path / "moved"))
+    everything = training.everything()
+    assert same(other.everything(), everything)
+    saving = dcp.async_save(
+        training.state(), checkpoint_id=str(tmp_path / "asynchronous"), process_group=dist.new_group()
+    )
+    training.divide(AT_HOME)
+    training.train(2, begin=2)
+    saving.result()
+    dcp.load(other.state(), checkpoint_id=str(tmp_path / "asynchronous"))
+    assert same(other.everything(), everything)
 
 
 def test_what_convert_has_divided_and_a_balancer_are_saved_together(run_ranks, tmp_path):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from helpers.on_ranks import on_ranks
 from torch.distributed.checkpoint import FileSystemReader
 
 import zeroresize as zr
@@ -94,14 +95,12 @@ def test_what_one_optimizer_strategy_wrote_any_other_one_reads_on_other_ranks(ru
         assert all(torch.equal(state[name], one) for name, one in expected.items())
 
 
-def test_it_is_refused_within_a_step_and_a_new_optimizer_has_no_state(run_ranks, tmp_path):
-    def check(rank, group):
-        model, optimizer = built(Strategy(1, 2, 1), group, seed=1)
-        dcp.save(zr.sharded_state_dict(model, optimizer), checkpoint_id=tmp_path / "new", process_group=group)
-        dcp.load(zr.sharded_state_dict(model, optimizer), checkpoint_id=tmp_path / "new", process_group=group)
-        assert not optimizer.state
-        model.switch_to(WHOLE)
-        with pytest.raises(RuntimeError, match=r"strategy \(1, 1, 1\) is in force"):
-            zr.sharded_state_dict(model, optimizer)
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_it_is_refused_within_a_step_and_a_new_optimizer_has_no_state(rank, group, *, tmp_path):
+    model, optimizer = built(Strategy(1, 2, 1), group, seed=1)
+    dcp.save(zr.sharded_state_dict(model, optimizer), checkpoint_id=tmp_path / "new", process_group=group)
+    dcp.load(zr.sharded_state_dict(model, optimizer), checkpoint_id=tmp_path / "new", process_group=group)
+    assert not optimizer.state
+    model.switch_to(WHOLE)
+    with pytest.raises(RuntimeError, match=r"strategy \(1, 1, 1\) is in force"):
+        zr.sharded_state_dict(model, optimizer)

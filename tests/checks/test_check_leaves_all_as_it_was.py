@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from decoders import batch, loss, split, whole
+from helpers.on_ranks import on_ranks
 from plain_cases import change
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -60,74 +61,66 @@ def failing_from(call):
     return failing_loss
 
 
-def test_nothing_has_changed_after_a_check_or_an_error(run_ranks):
-    def check(rank, group):
-        model, optimizer = trained_once(group)
-        before = state_of(model, optimizer)
-        assert zr.check_parallel(model, batch(), loss, optimizer=optimizer) == []
+@on_ranks(2)
+def test_nothing_has_changed_after_a_check_or_an_error(rank, group):
+    model, optimizer = trained_once(group)
+    before = state_of(model, optimizer)
+    assert zr.check_parallel(model, batch(), loss, optimizer=optimizer) == []
+    assert_same(before, state_of(model, optimizer))
+    for first_to_fail in (1, 4, 9):  # float64 fails first, and then the model's dtype
+        with pytest.raises(ValueError, match="check_parallel: rank 1: KeyError"):
+            zr.check_parallel(model, batch(), failing_from(first_to_fail))
         assert_same(before, state_of(model, optimizer))
-        for first_to_fail in (1, 4, 9):  # float64 fails first, and then the model's dtype
-            with pytest.raises(ValueError, match="check_parallel: rank 1: KeyError"):
-                zr.check_parallel(model, batch(), failing_from(first_to_fail))
-            assert_same(before, state_of(model, optimizer))
-
-    run_ranks(check, 2)
 
 
-def test_a_rank_that_fails_within_a_forward_is_waited_for_by_nobody_and_no_scalar_is_refused(run_ranks):
-    def check(rank, group):
-        model = split(whole(), group)
-        with pytest.raises(ValueError, match=r"loss\(model, batch\) must return a scalar"):
-            zr.check_parallel(model, batch(), lambda model, given: model(given[0]))
-        if rank == 1:
+@on_ranks(2)
+def test_a_rank_that_fails_within_a_forward_is_waited_for_by_nobody_and_no_scalar_is_refused(rank, group):
+    model = split(whole(), group)
+    with pytest.raises(ValueError, match=r"loss\(model, batch\) must return a scalar"):
+        zr.check_parallel(model, batch(), lambda model, given: model(given[0]))
+    if rank == 1:
 
-            def forward(x):
-                raise RuntimeError("no more")
+        def forward(x):
+            raise RuntimeError("no more")
 
-            model.blocks[1].norm2.forward = forward
-        with pytest.raises(ValueError, match="check_parallel: rank 1: RuntimeError: no more"):
-            zr.check_parallel(model, batch(), loss)
-
-    run_ranks(check, 2)
+        model.blocks[1].norm2.forward = forward
+    with pytest.raises(ValueError, match="check_parallel: rank 1: RuntimeError: no more"):
+        zr.check_parallel(model, batch(), loss)
 
 
 @pytest.mark.slow
-def test_what_has_no_float64_is_checked_in_the_models_dtype(run_ranks):
+@on_ranks(2)
+def test_what_has_no_float64_is_checked_in_the_models_dtype(rank, group):
     """A sound model, and a sum that is counted twice."""
 
-    def check(rank, group):
-        model = split(whole(), group).float()
-        kind = type(model.norm)
+    model = split(whole(), group).float()
+    kind = type(model.norm)
 
-        def forward(self, x):
-            if x.dtype is not torch.float32:
-                raise TypeError("float32 only")
-            return kind.forward(self, x)
+    def forward(self, x):
+        if x.dtype is not torch.float32:
+            raise TypeError("float32 only")
+        return kind.forward(self, x)
 
-        change(model.norm, forward=forward)
-        assert zr.check_parallel(model, batch(), loss) == []
-        model.blocks[0].mlp.down.register_forward_hook(lambda module, args, y: 2.0 * y)
-        assert [one.cause for one in zr.check_parallel(model, batch(), loss)] == ["sum is counted wrongly"]
-
-    run_ranks(check, 2)
+    change(model.norm, forward=forward)
+    assert zr.check_parallel(model, batch(), loss) == []
+    model.blocks[0].mlp.down.register_forward_hook(lambda module, args, y: 2.0 * y)
+    assert [one.cause for one in zr.check_parallel(model, batch(), loss)] == ["sum is counted wrongly"]
 
 
-def test_a_reducer_of_data_parallelism_does_not_run(run_ranks):
-    def check(rank, group):
-        alone = [dist.new_group([one]) for one in range(2)][rank]
-        model = DistributedDataParallel(split(whole(), group), process_group=alone)
-        runs = []
-        model.register_comm_hook(None, lambda state, bucket: runs.append(bucket) or _done(bucket))
-        loss(model, batch()).backward()
-        num_runs = len(runs)
-        assert zr.check_parallel(model, batch(), loss) == []
-        assert len(runs) == num_runs > 0
-        loss(model, batch()).backward()
-        assert len(runs) > num_runs
-
+@on_ranks(2)
+def test_a_reducer_of_data_parallelism_does_not_run(rank, group):
     def _done(bucket):
         future = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
 
-    run_ranks(check, 2)
+    alone = [dist.new_group([one]) for one in range(2)][rank]
+    model = DistributedDataParallel(split(whole(), group), process_group=alone)
+    runs = []
+    model.register_comm_hook(None, lambda state, bucket: runs.append(bucket) or _done(bucket))
+    loss(model, batch()).backward()
+    num_runs = len(runs)
+    assert zr.check_parallel(model, batch(), loss) == []
+    assert len(runs) == num_runs > 0
+    loss(model, batch()).backward()
+    assert len(runs) > num_runs

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.processes import for_each
+from helpers.on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
@@ -74,40 +74,37 @@ PARTS = [
 ]
 
 
-def test_parts_are_those_of_the_forward_and_what_is_detached_is_no_partial_sum(run_ranks):
-    @for_each(PARTS)
-    def check(rank, group, kind, split, parts, expected):
-        seen = [(each.cause, each.layer, each.parameter) for each in findings(kind, group, split, parts)]
-        if kind is Grouped:  # whose halves are others after a wrong cut
-            seen = [each for each in seen if each[0] == PACKED]
-        assert seen == expected
+@on_ranks(2, PARTS)
+def test_parts_are_those_of_the_forward_and_what_is_detached_is_no_partial_sum(
+    rank, group, kind, split, parts, expected
+):
+    seen = [(each.cause, each.layer, each.parameter) for each in findings(kind, group, split, parts)]
+    if kind is Grouped:  # whose halves are others after a wrong cut
+        seen = [each for each in seen if each[0] == PACKED]
+    assert seen == expected
 
-    run_ranks(check, 2)
 
-
-def test_what_ranks_are_given_and_hold_must_be_alike(run_ranks):
-    def check(rank, group):
-        for sizes in ((3, 5), (4, 3)):  # named before layers meet
-            (other,) = findings(Gated, group, batch=torch.ones(sizes[rank], SIZE))
-            assert other.cause == "inputs differ between ranks"
-        model = Gated()
-        model.norm = nn.LayerNorm(SIZE)
-        model.norm.weight.data.uniform_(0.5, 1.5)
-        split_by_layer(model, group, 2)
-        batch = torch.ones(3, SIZE)
-        with pytest.raises(ValueError, match="give the same arguments on every rank"):
-            zr.check_parallel(model, batch, loss, **({"reference": Gated} if rank == 0 else {}))
-        with pytest.raises(ValueError, match="reference=OrderedDict: wanted is a module"):
-            zr.check_parallel(model, batch, loss, reference=model.state_dict())
-        model.train(rank == 0)
-        assert [each.cause for each in zr.check_parallel(model, batch, loss)] == ["inputs differ between ranks"]
-        model.train()
-        if rank == 1:  # the same values in another order
-            model.norm.weight.data.copy_(model.norm.weight.data.roll(2))
-        causes = [each.cause for each in zr.check_parallel(model, batch, of_norm)]
-        assert "parameters differ between ranks" in causes
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_what_ranks_are_given_and_hold_must_be_alike(rank, group):
+    for sizes in ((3, 5), (4, 3)):  # named before layers meet
+        (other,) = findings(Gated, group, batch=torch.ones(sizes[rank], SIZE))
+        assert other.cause == "inputs differ between ranks"
+    model = Gated()
+    model.norm = nn.LayerNorm(SIZE)
+    model.norm.weight.data.uniform_(0.5, 1.5)
+    split_by_layer(model, group, 2)
+    batch = torch.ones(3, SIZE)
+    with pytest.raises(ValueError, match="give the same arguments on every rank"):
+        zr.check_parallel(model, batch, loss, **({"reference": Gated} if rank == 0 else {}))
+    with pytest.raises(ValueError, match="reference=OrderedDict: wanted is a module"):
+        zr.check_parallel(model, batch, loss, reference=model.state_dict())
+    model.train(rank == 0)
+    assert [each.cause for each in zr.check_parallel(model, batch, loss)] == ["inputs differ between ranks"]
+    model.train()
+    if rank == 1:  # the same values in another order
+        model.norm.weight.data.copy_(model.norm.weight.data.roll(2))
+    causes = [each.cause for each in zr.check_parallel(model, batch, of_norm)]
+    assert "parameters differ between ranks" in causes
 
 
 def of_norm(model, batch):

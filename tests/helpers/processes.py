@@ -248,8 +248,8 @@ def in_first_rank(fn: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(fn)
-    def first_only(rank: int, group: dist.ProcessGroup, *args: Any) -> Any:
-        return fn(rank, group, *args) if rank == 0 else None
+    def first_only(rank: int, group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
+        return fn(rank, group, *args, **options) if rank == 0 else None
 
     return first_only
 

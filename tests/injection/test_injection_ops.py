@@ -3,9 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.on_ranks import gathered, on_ranks
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from zeroresize.injection import SlowOps, StragglerInjector, round_robin
 
@@ -43,53 +44,25 @@ def test_parameters_pass_and_of_subclasses_the_ops_inside_count():
     assert slowed_ops(lambda: pair @ pair) == 2
 
 
-def test_scope_all_slows_every_op_but_views_and_collectives(run_ranks):
-    def count(rank, group):
-        x = torch.ones(4)
-        return [
-            slowed_ops(lambda: x.add(1).mul(2), scope="all"),
-            slowed_ops(lambda: x.view(2, 2), scope="all"),
-            slowed_ops(lambda: dist.all_reduce(x, group=group), scope="all"),
-            slowed_ops(lambda: dist.all_reduce(x, group=group, async_op=True).wait(), scope="all"),
-        ]
-
-    assert run_ranks(count, 2) == [[2, 0, 0, 0]] * 2
+@on_ranks(2)
+def test_scope_all_slows_every_op_but_views_and_collectives(rank, group):
+    x = torch.ones(4)
+    assert [
+        slowed_ops(lambda: x.add(1).mul(2), scope="all"),
+        slowed_ops(lambda: x.view(2, 2), scope="all"),
+        slowed_ops(lambda: dist.all_reduce(x, group=group), scope="all"),
+        slowed_ops(lambda: dist.all_reduce(x, group=group, async_op=True).wait(), scope="all"),
+    ] == [2, 0, 0, 0]
 
 
-def test_rank_that_is_not_slow_does_not_watch_its_ops(run_ranks):
-    def num_modes(rank, group):
-        counts = []
-        with StragglerInjector(nn.Linear(2, 2), process_group=group, schedule=round_robin()) as injector:
-            for epoch in range(3):
-                injector.set_epoch(epoch)
-                counts.append(len(_get_current_dispatch_mode_stack()))
-        return [*counts, len(_get_current_dispatch_mode_stack())]
-
-    assert run_ranks(num_modes, 2) == [[1, 0, 1, 0], [0, 1, 0, 0]]
-
-
-def test_other_modes_keep_their_turn():
-    class Other(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            return func(*args, **(kwargs or {}))
-
-    x = torch.ones(2, 2)
-    slow = SlowOps()
-    with slow:
-        slow.chi = 2.0
-        with Other() as other:
-            slow.chi = 1.0  # stays on the stack below the other, doing nothing
-            x @ x
-            assert slow.num_products == 0
-            slow.chi = 2.0
-            x @ x
-            assert slow.num_products == 1
-            assert _get_current_dispatch_mode_stack()[-1] is other
-        slow.chi = 1.0
-        assert _get_current_dispatch_mode_stack() == []
-        with Other(), pytest.raises(RuntimeError, match="outside that"):
-            slow.chi = 2.0
-    assert _get_current_dispatch_mode_stack() == []
+@on_ranks(2)
+def test_rank_that_is_not_slow_does_not_watch_its_ops(rank, group):
+    counts = []
+    with StragglerInjector(nn.Linear(2, 2), process_group=group, schedule=round_robin()) as injector:
+        for epoch in range(3):
+            injector.set_epoch(epoch)
+            counts.append(len(_get_current_dispatch_mode_stack()))
+    assert gathered(group, [*counts, len(_get_current_dispatch_mode_stack())]) == [[1, 0, 1, 0], [0, 1, 0, 0]]
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from helpers.on_ranks import gathered, on_ranks
 from torch import nn
 
 from zeroresize.injection import StragglerInjector, delay, round_robin
@@ -51,41 +52,41 @@ def pipeline_of(group, work_for, loss=nn.functional.mse_loss):
     return Pipeline(layers, loss, num_microbatches=MICRO, process_group=group)
 
 
-def test_layers_of_a_slow_stage_take_chi_times_as_long_those_that_arrive_too(run_ranks, monkeypatch):
-    def check(rank, group):
-        clock = Clock(monkeypatch)
-        host = partial(HostDelay, clock=lambda: clock.now, sleep=clock.passes)
-        monkeypatch.setattr(delay, "HostDelay", host)
+@on_ranks(2)
+def test_layers_of_a_slow_stage_take_chi_times_as_long_those_that_arrive_too(rank, group, *, monkeypatch):
+    clock = Clock(monkeypatch)
+    host = partial(HostDelay, clock=lambda: clock.now, sleep=clock.passes)
+    monkeypatch.setattr(delay, "HostDelay", host)
 
-        def loss(outputs, target):
-            return nn.functional.mse_loss(_Working.apply(outputs, pipeline.layers[0]), target)
+    def loss(outputs, target):
+        return nn.functional.mse_loss(_Working.apply(outputs, pipeline.layers[0]), target)
 
-        pipeline = pipeline_of(group, clock.passes, loss)
-        injector = StragglerInjector(pipeline, process_group=group, schedule=round_robin(chi=3.0))
-        x = torch.ones(4, 4)
-        pipeline.step(x, target=x)
+    pipeline = pipeline_of(group, clock.passes, loss)
+    injector = StragglerInjector(pipeline, process_group=group, schedule=round_robin(chi=3.0))
+    x = torch.ones(4, 4)
+    pipeline.step(x, target=x)
 
-        def profile_of_step():
-            with LayerProfiler(pipeline) as profiler:
-                pipeline.step(x, target=x)
-            return profiler.gather()
+    def profile_of_step():
+        with LayerProfiler(pipeline) as profiler:
+            pipeline.step(x, target=x)
+        return profiler.gather()
 
-        profiles = []
-        with injector:
-            injector.set_epoch(1)
-            for boundaries in ((0, 2, 4), (0, 1, 4), (0, 3, 4)):
-                move_layers(pipeline, boundaries, optimizer=None)
-                profiles.append(profile_of_step())
-            num_slowed, added_s = injector.num_products, injector.seconds_added
-            injector.set_epoch(0)
-            first_slow = profile_of_step()
-        free = profile_of_step()
-        assert not pipeline.module.watchers.everyone
-        with pytest.raises(ValueError, match="rank 2"):
-            StragglerInjector(pipeline, process_group=group, chi={2: 2.0})
-        return profiles, first_slow, free, num_slowed, added_s
-
-    (slowed, other, free, none_slowed, _), (_, _, _, num_slowed, added_s) = run_ranks(check, 2)
+    profiles = []
+    with injector:
+        injector.set_epoch(1)
+        for boundaries in ((0, 2, 4), (0, 1, 4), (0, 3, 4)):
+            move_layers(pipeline, boundaries, optimizer=None)
+            profiles.append(profile_of_step())
+        num_slowed, added_s = injector.num_products, injector.seconds_added
+        injector.set_epoch(0)
+        first_slow = profile_of_step()
+    free = profile_of_step()
+    assert not pipeline.module.watchers.everyone
+    with pytest.raises(ValueError, match="rank 2"):
+        StragglerInjector(pipeline, process_group=group, chi={2: 2.0})
+    (slowed, other, free, none_slowed, _), (_, _, _, num_slowed, added_s) = gathered(
+        group, (profiles, first_slow, free, num_slowed, added_s)
+    )
     for profile in slowed:
         chi = [3.0 if number >= profile.boundaries[1] else 1.0 for number in range(4)]
         assert [one.forward_s for one in profile.layers] == [MICRO * one for one in chi]

@@ -1,11 +1,11 @@
 """Heads of transformers' attention move where they are computed alike, whatever functions a user puts in its place."""
 
 import functools
-import importlib
 
 import pytest
 import torch
-from helpers.hosts import DEPTH, KINDS, build, compute, split
+from helpers.hosts import DEPTH, build, compute, split
+from helpers.on_ranks import on_ranks
 from helpers.parallel_layers import results
 from helpers.processes import in_first_rank
 
@@ -57,105 +57,49 @@ def attention_of(model, group):
     return [segment for segment in owned_segments(layers) if segment.kind != "neurons"], next(iter(reasons), None)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("Bert", "Roberta")])
-def test_a_function_that_was_registered_is_tried_by_numbers(run_ranks, attention_functions, kind):
-    def check(rank, group):
-        for name in ("alibi", "scaled"):
-            model = split(build(kind), group)
-            model.config._attn_implementation = name
-            segments, reason = attention_of(model, group)
-            assert len(segments) == (DEPTH if name == "scaled" else 0), reason
-            assert name == "scaled" or BY_NUMBERS in reason
-
-    run_ranks(in_first_rank(check), 2)
+@on_ranks(2, [("ViT",), ("Llama",), ("GPT2",)])
+@in_first_rank
+def test_a_function_that_was_registered_is_tried_by_numbers(rank, group, kind, *, attention_functions):
+    for name in ("alibi", "scaled"):
+        model = split(build(kind), group)
+        model.config._attn_implementation = name
+        segments, reason = attention_of(model, group)
+        assert len(segments) == (DEPTH if name == "scaled" else 0), reason
+        assert name == "scaled" or BY_NUMBERS in reason
 
 
-def test_flash_attention_moves_heads_if_it_is_that_of_transformers(run_ranks, attention_functions):
-    def check(rank, group):
-        for function, num_segments in ((None, DEPTH), (alibi, 0)):
-            if function is not None:
-                attention_functions["flash_attention_2"] = function
-            model = split(build("Llama"), group)
-            model.config._attn_implementation = "flash_attention_2"
-            segments, reason = attention_of(model, group)
-            assert len(segments) == num_segments and model.config._attn_implementation == "flash_attention_2"
-            assert {segment.min_units for segment in segments} <= {1}
-        assert "'flash_attention_2' is not that of transformers" in reason
-
-    run_ranks(in_first_rank(check), 2)
-
-
-def test_heads_do_not_move_any_more_once_the_function_has_changed(run_ranks, attention_functions):
-    def check(rank, group):
+@on_ranks(2)
+@in_first_rank
+def test_flash_attention_moves_heads_if_it_is_that_of_transformers(rank, group, *, attention_functions):
+    for function, num_segments in ((None, DEPTH), (alibi, 0)):
+        if function is not None:
+            attention_functions["flash_attention_2"] = function
         model = split(build("Llama"), group)
-        segments, _ = attention_of(model, group)
-        assert len(segments) == DEPTH
-        num_units = len(segments[0].owned.owners)
-        uneven = {segments[0].name: OwnershipMap.even(num_units, 2).with_counts([0, num_units])}
-        move = functools.partial(move_units, segments, process_group=group, optimizer=None, model=model)
-        home = {segments[0].name: segments[0].owned}
-        move(uneven)
-        model.config._attn_implementation = "alibi"
-        move(home)  # which is always sound
-        before = results(model, segments, compute("Llama"), group)
-        if rank == 1:  # only one of them knows
-            model.config._attn_implementation = "sdpa"
-        with pytest.raises(ValueError if rank == 0 else CannotMoveError, match=rf"{BY_NUMBERS}|ranks \[0\]"):
-            move(uneven)
-        model.config._attn_implementation = "alibi"
-        assert all(one.owned.is_even for one in segments)
-        after = results(model, segments, compute("Llama"), group)
-        assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-
-    run_ranks(check, 2)
-
-
-def weighted(real):
-    """Weighs heads by their number in what a function returns, or in its first tensor."""
-
-    def weigh(*given, **options):
-        result = real(*given, **options)
-        y = result[0] if isinstance(result, tuple) else result
-        y = y * torch.linspace(1, 2, y.shape[1], dtype=y.dtype).view(1, -1, 1, 1)
-        return (y, *result[1:]) if isinstance(result, tuple) else y
-
-    return functools.wraps(real)(weigh)
-
-
-#: What a user may put in place of what attention calls: the module that holds it, its name and the implementation.
-CALLED = [
-    ("transformers.models.llama.modeling_llama", "apply_rotary_pos_emb", "sdpa"),
-    ("transformers.models.llama.modeling_llama", "rotate_half", "sdpa"),
-    ("transformers.models.llama.modeling_llama", "repeat_kv", "eager"),
-    ("transformers.integrations.sdpa_attention", "repeat_kv", "sdpa"),
-    ("torch.nn.functional", "scaled_dot_product_attention", "sdpa"),
-]
-
-
-def test_heads_stay_where_what_the_forward_calls_was_replaced(run_ranks, monkeypatch):
-    """Before or after convert; one that treats heads alike does no harm."""
-
-    def check(rank, group):
-        for place, name, attention in CALLED:
-            home = importlib.import_module(place)
-            real = getattr(home, name)
-            segments, _ = attention_of(split(build("Llama", attention), group), group)
-            for replaced, is_sound in ((weighted(real), False), (functools.wraps(real)(functools.partial(real)), True)):
-                with monkeypatch.context() as patch:
-                    patch.setattr(home, name, replaced)
-                    reason = segments[0].why_even()
-                    assert (reason is None) == is_sound and (is_sound or BY_NUMBERS in reason), (name, reason)
-                    again, _ = attention_of(split(build("Llama", attention), group), group)
-                    assert len(again) == (DEPTH if is_sound else 0), name
-
-    run_ranks(in_first_rank(check), 2)
-
-
-def test_heads_do_not_move_any_more_once_the_function_needs_one(run_ranks):
-    def check(rank, group):
-        segments, _ = attention_of(model := split(build("Llama", "eager"), group), group)
         model.config._attn_implementation = "flash_attention_2"
-        return segments[0].min_units, segments[0].why_even()
+        segments, reason = attention_of(model, group)
+        assert len(segments) == num_segments and model.config._attn_implementation == "flash_attention_2"
+        assert {segment.min_units for segment in segments} <= {1}
+    assert "'flash_attention_2' is not that of transformers" in reason
 
-    for fewest, reason in run_ranks(check, 2):
-        assert fewest == 0 and "switched after convert to one that cannot compute with no heads" in reason
+
+@on_ranks(2)
+def test_heads_do_not_move_any_more_once_the_function_has_changed(rank, group, *, attention_functions):
+    model = split(build("Llama"), group)
+    segments, _ = attention_of(model, group)
+    assert len(segments) == DEPTH
+    num_units = len(segments[0].owned.owners)
+    uneven = {segments[0].name: OwnershipMap.even(num_units, 2).with_counts([0, num_units])}
+    move = functools.partial(move_units, segments, process_group=group, optimizer=None, model=model)
+    home = {segments[0].name: segments[0].owned}
+    move(uneven)
+    model.config._attn_implementation = "alibi"
+    move(home)  # which is always sound
+    before = results(model, segments, compute("Llama"), group)
+    if rank == 1:  # only one of them knows
+        model.config._attn_implementation = "sdpa"
+    with pytest.raises(ValueError if rank == 0 else CannotMoveError, match=rf"{BY_NUMBERS}|ranks \[0\]"):
+        move(uneven)
+    model.config._attn_implementation = "alibi"
+    assert all(one.owned.is_even for one in segments)
+    after = results(model, segments, compute("Llama"), group)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers.hosts import Host, batch, small_vit
+from helpers.on_ranks import gathered, on_ranks
 
 import zeroresize as zr
 from zeroresize.conversion import balanced_layers
@@ -43,27 +44,25 @@ def train(run, steps, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_training_goes_on_as_if_nothing_had_moved(run_ranks, precision):
+@on_ranks(4, timeout_s=120)
+def test_training_goes_on_as_if_nothing_had_moved(rank, group, *, precision):
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
 
-    def check(rank, group):
-        expected = train(boosted(group, precision), range(6), dtype)
-        run = boosted(group, precision)
-        losses = train(run, range(2), dtype)
-        run[-1].move((3, 1))
-        losses += train(run, range(2, 4), dtype)
-        counts = [segment.owned.counts for segment in owned_segments(balanced_layers(run[0]))]
-        model, optimizer, booster, *_ = run
-        images, labels = batch(rank // 2, dtype)
-        loss = torch.nn.functional.cross_entropy(model(images).logits.float(), labels)
-        booster.backward(loss, optimizer)
-        gradients = [one.grad.clone() for one in model.unwrap().parameters() if one.grad is not None]
-        optimizer.zero_grad()
-        run[-1].move((1, 1))
-        losses += train(run, range(4, 6), dtype)
-        return losses, expected, counts, gradients
-
-    results = run_ranks(check, 4, timeout_s=120)
+    expected = train(boosted(group, precision), range(6), dtype)
+    run = boosted(group, precision)
+    losses = train(run, range(2), dtype)
+    run[-1].move((3, 1))
+    losses += train(run, range(2, 4), dtype)
+    counts = [segment.owned.counts for segment in owned_segments(balanced_layers(run[0]))]
+    model, optimizer, booster, *_ = run
+    images, labels = batch(rank // 2, dtype)
+    loss = torch.nn.functional.cross_entropy(model(images).logits.float(), labels)
+    booster.backward(loss, optimizer)
+    gradients = [one.grad.clone() for one in model.unwrap().parameters() if one.grad is not None]
+    optimizer.zero_grad()
+    run[-1].move((1, 1))
+    losses += train(run, range(4, 6), dtype)
+    results = gathered(group, (losses, expected, counts, gradients))
     rounding = 1e-4 if precision == "fp32" else 5e-2
     for rank, (losses, expected, counts, gradients) in enumerate(results):
         assert losses == pytest.approx(expected, abs=rounding, rel=rounding)

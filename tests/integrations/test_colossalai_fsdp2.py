@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers.fsdp2 import assert_refused_at_once, train_beside_host
 from helpers.hosts import Host, batch, small_vit
+from helpers.on_ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -20,23 +21,21 @@ _WHY = {"before": "the model has no segment", "after": ".* is a DTensor, .* full
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
-def test_what_does_not_move_is_that_of_the_host_and_moves_are_refused_at_once(run_ranks, order):
-    def check(rank, group):
-        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "tensor"))
-        tensor, replicas = grid["tensor"].get_group(), grid["replicas"].get_group()
-        host, model = (Host(tensor).shard(small_vit()) for _ in range(2))
-        fully_shard(host, mesh=grid["replicas"])
-        if order == "before":
-            fully_shard(model, mesh=grid["replicas"])
-        zr.convert(model, process_group=tensor)
-        if order == "after":
-            fully_shard(model, mesh=grid["replicas"])
+@on_ranks(4)
+def test_what_does_not_move_is_that_of_the_host_and_moves_are_refused_at_once(rank, group, *, order):
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "tensor"))
+    tensor, replicas = grid["tensor"].get_group(), grid["replicas"].get_group()
+    host, model = (Host(tensor).shard(small_vit()) for _ in range(2))
+    fully_shard(host, mesh=grid["replicas"])
+    if order == "before":
+        fully_shard(model, mesh=grid["replicas"])
+    zr.convert(model, process_group=tensor)
+    if order == "after":
+        fully_shard(model, mesh=grid["replicas"])
 
-        def loss_of(each, step):
-            images, labels = batch(2 * step + torch.distributed.get_rank(replicas))
-            return torch.nn.functional.cross_entropy(each(images).logits, labels)
+    def loss_of(each, step):
+        images, labels = batch(2 * step + torch.distributed.get_rank(replicas))
+        return torch.nn.functional.cross_entropy(each(images).logits, labels)
 
-        balancer = train_beside_host(host, model, loss_of, process_group=tensor, data_parallel_group=replicas)
-        assert_refused_at_once(balancer, ValueError, "no unit can change hands: " + _WHY[order])
-
-    run_ranks(check, 4)
+    balancer = train_beside_host(host, model, loss_of, process_group=tensor, data_parallel_group=replicas)
+    assert_refused_at_once(balancer, ValueError, "no unit can change hands: " + _WHY[order])

@@ -1,16 +1,13 @@
 """Colossal-AI's layers, swapped one by one: bit for bit what they were, and which stay as they are."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 import torch.distributed as dist
 from helpers.hosts import Host
+from helpers.on_ranks import on_ranks
 from helpers.parallel_layers import plan_keeping
-from helpers.processes import caught_log_lines, for_each
+from helpers.processes import caught_log_lines
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 
 from zeroresize import convert
 from zeroresize.conversion import balanced_layers
@@ -57,7 +54,8 @@ LAYERS = [
 ]
 
 
-def test_a_swapped_layer_is_bitwise_colossalais(run_ranks):
+@on_ranks(2, LAYERS)
+def test_a_swapped_layer_is_bitwise_colossalais(rank, group, kind, options):
     def results(layer, rank, kind, options):
         splits_x = kind.endswith("Row") and options.get("parallel_input", True)
         generator = torch.Generator().manual_seed(rank if splits_x else 5)
@@ -71,119 +69,83 @@ def test_a_swapped_layer_is_bitwise_colossalais(run_ranks):
             "tensors": [y, x.grad, *(parameter.grad for parameter in layer.parameters())],
         }
 
-    @for_each(LAYERS)
-    def check(rank, group, kind, options):
-        host = Host(group)
-        original, other = (native(host, kind, 12, 18, **options) for _ in range(2))
-        swapped = nn.Sequential(other)
-        convert(swapped, process_group=group)
-        assert type(swapped[0]).__name__ == f"Balanced{kind}"
+    host = Host(group)
+    original, other = (native(host, kind, 12, 18, **options) for _ in range(2))
+    swapped = nn.Sequential(other)
+    convert(swapped, process_group=group)
+    assert type(swapped[0]).__name__ == f"Balanced{kind}"
 
-        expected, actual = (results(layer, rank, kind, options) for layer in (original, swapped[0]))
-        pairs = list(zip(expected.pop("tensors"), actual.pop("tensors"), strict=True))
-        assert actual == expected
-        assert expected["returns a tuple"] == expected["returns its bias"] == ("skip_bias_add" in options)
-        for tensor, counterpart in pairs:
-            assert counterpart is None if tensor is None else torch.equal(tensor, counterpart)
-
-    run_ranks(check, 2)
+    expected, actual = (results(layer, rank, kind, options) for layer in (original, swapped[0]))
+    pairs = list(zip(expected.pop("tensors"), actual.pop("tensors"), strict=True))
+    assert actual == expected
+    assert expected["returns a tuple"] == expected["returns its bias"] == ("skip_bias_add" in options)
+    for tensor, counterpart in pairs:
+        assert counterpart is None if tensor is None else torch.equal(tensor, counterpart)
 
 
-def test_layers_that_cannot_be_balanced_stay_exactly_as_they_were(run_ranks):
-    def check(rank, group):
-        host = Host(group)
-        alone = [dist.new_group([0]), dist.new_group([1])][rank]
+@on_ranks(2)
+def test_layers_that_cannot_be_balanced_stay_exactly_as_they_were(rank, group):
+    host = Host(group)
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
 
-        def made(kind, process_group=group, **options):
-            return kind.from_native_module(nn.Linear(8, 8), process_group=process_group, **options)
+    def made(kind, process_group=group, **options):
+        return kind.from_native_module(nn.Linear(8, 8), process_group=process_group, **options)
 
-        column, row = host.Linear1D_Col, host.Linear1D_Row
+    column, row = host.Linear1D_Col, host.Linear1D_Row
 
-        class DerivedCol(column):
-            """Somebody's own layer."""
+    class DerivedCol(column):
+        """Somebody's own layer."""
 
-        derived = made(column)
-        derived.__class__ = DerivedCol
-        cases = {
-            "gathered": (made(column, gather_output=True), "gather_output=True"),
-            "sequence_split": (made(column, seq_parallel_mode="split_gather"), "seq_parallel_mode='split_gather'"),
-            "sequence_ring": (made(row, seq_parallel_mode="ring"), "seq_parallel_mode='ring'"),
-            "fp8": (made(column, fp8_communication=True), "fp8_communication=True"),
-            "zbv": (made(row, use_zbv=True), "use_zbv=True"),
-            "chunked": (made(row, stream_chunk_num=2), "stream_chunk_num > 1"),
-            "derived": (derived, "DerivedCol is a subclass with a forward of its own"),
-            "normed": (torch.nn.utils.weight_norm(made(column)), "its weight is no parameter: something makes it anew"),
-            "elsewhere": (made(column, alone), "it belongs to another process group"),
-        }
-        model = nn.ModuleDict({"plain": made(column), **{name: layer for name, (layer, _) in cases.items()}})
-        before = {name: (type(layer), dict(vars(layer))) for name, (layer, _) in cases.items()}
+    derived = made(column)
+    derived.__class__ = DerivedCol
+    cases = {
+        "gathered": (made(column, gather_output=True), "gather_output=True"),
+        "sequence_split": (made(column, seq_parallel_mode="split_gather"), "seq_parallel_mode='split_gather'"),
+        "sequence_ring": (made(row, seq_parallel_mode="ring"), "seq_parallel_mode='ring'"),
+        "fp8": (made(column, fp8_communication=True), "fp8_communication=True"),
+        "zbv": (made(row, use_zbv=True), "use_zbv=True"),
+        "chunked": (made(row, stream_chunk_num=2), "stream_chunk_num > 1"),
+        "derived": (derived, "DerivedCol is a subclass with a forward of its own"),
+        "normed": (torch.nn.utils.weight_norm(made(column)), "its weight is no parameter: something makes it anew"),
+        "elsewhere": (made(column, alone), "it belongs to another process group"),
+    }
+    model = nn.ModuleDict({"plain": made(column), **{name: layer for name, (layer, _) in cases.items()}})
+    before = {name: (type(layer), dict(vars(layer))) for name, (layer, _) in cases.items()}
 
-        with caught_log_lines() as lines:
-            convert(model, process_group=group)
-
-        assert list(balanced_layers(model)) == ["plain"]
-        for name, (layer, reason) in cases.items():
-            assert model[name] is layer and (type(layer), vars(layer)) == before[name]
-            (line,) = [line for line in lines if f"layer {name} " in line]
-            assert reason in line
-
-    run_ranks(check, 2)
-
-
-def test_a_copy_of_a_swapped_layer_is_another_one_alike(run_ranks):
-    @for_each([("Linear1D_Col",), ("Linear1D_Row",), ("GPT2FusedLinearConv1D_Col",)])
-    def check(rank, group, kind):
-        from colossalai.tensor.d_tensor import (
-            get_global_shape,
-            is_customized_distributed_tensor,
-            is_distributed_tensor,
-        )
-
-        model = nn.Sequential(native(Host(group), kind, 12, 18))
+    with caught_log_lines() as lines:
         convert(model, process_group=group)
-        x = torch.randn(5, model[0].num_columns)
-        for copied in (copy.deepcopy(model), AveragedModel(model).module):
-            assert torch.equal(copied(x), model(x))
-            assert copied[0].process_group is group and balanced_layers(copied).keys() == {"0"}
-            for parameter, copied_parameter in zip(model.parameters(), copied.parameters(), strict=True):
-                assert parameter is not copied_parameter
-                assert is_distributed_tensor(parameter) == is_distributed_tensor(copied_parameter)
-                assert is_customized_distributed_tensor(parameter) == is_customized_distributed_tensor(copied_parameter)
-            if not kind.startswith("GPT2"):
-                assert get_global_shape(copied[0].weight) == (18, 12)
-        with pytest.raises(TypeError, match=r"process group: save model.state_dict\(\) instead"):
-            pickle.dumps(model)
 
-    run_ranks(check, 2)
+    assert list(balanced_layers(model)) == ["plain"]
+    for name, (layer, reason) in cases.items():
+        assert model[name] is layer and (type(layer), vars(layer)) == before[name]
+        (line,) = [line for line in lines if f"layer {name} " in line]
+        assert reason in line
 
 
-def test_columns_of_a_transposed_weight_are_its_rows(run_ranks):
+@on_ranks(2, [("GPT2FusedLinearConv1D_Col",), ("GPT2FusedLinearConv1D_Row",)])
+def test_columns_of_a_transposed_weight_are_its_rows(rank, group, kind):
     """Pruned ones take no part: as if the weight were zero there."""
 
-    @for_each([("GPT2FusedLinearConv1D_Col",), ("GPT2FusedLinearConv1D_Row",)])
-    def check(rank, group, kind):
-        model = nn.Sequential(native(Host(group), kind, 12, 18)).double()
-        convert(model, process_group=group)
-        layer = model[0]
-        kept = list(range(1, layer.num_columns, 2))
-        mask = torch.zeros(layer.num_columns, 1, dtype=torch.float64)
-        mask[kept] = 1.0
-        x = torch.randn(4, 5, layer.num_columns, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-        results = []
-        for plan in (None, plan_keeping(kept, layer.num_columns)):
-            layer.zero_grad()
-            own_x = x.clone().requires_grad_()
-            weight = layer.weight.detach().clone()
-            if plan is None:
-                layer.weight.data *= mask
-            layer.plan = plan
-            y = layer(own_x)
-            y.square().sum().backward()
-            layer.weight.data = weight
-            results.append([y.detach(), own_x.grad, layer.weight.grad * mask, layer.bias.grad])
-            if plan is not None:
-                assert torch.equal(layer.weight.grad, layer.weight.grad * mask)
-        for actual, expected in zip(*results, strict=True):
-            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-
-    run_ranks(check, 2)
+    model = nn.Sequential(native(Host(group), kind, 12, 18)).double()
+    convert(model, process_group=group)
+    layer = model[0]
+    kept = list(range(1, layer.num_columns, 2))
+    mask = torch.zeros(layer.num_columns, 1, dtype=torch.float64)
+    mask[kept] = 1.0
+    x = torch.randn(4, 5, layer.num_columns, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    results = []
+    for plan in (None, plan_keeping(kept, layer.num_columns)):
+        layer.zero_grad()
+        own_x = x.clone().requires_grad_()
+        weight = layer.weight.detach().clone()
+        if plan is None:
+            layer.weight.data *= mask
+        layer.plan = plan
+        y = layer(own_x)
+        y.square().sum().backward()
+        layer.weight.data = weight
+        results.append([y.detach(), own_x.grad, layer.weight.grad * mask, layer.bias.grad])
+        if plan is not None:
+            assert torch.equal(layer.weight.grad, layer.weight.grad * mask)
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)

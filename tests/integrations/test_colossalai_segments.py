@@ -3,6 +3,7 @@
 import pytest
 import torch.distributed as dist
 from helpers.hosts import DEPTH, HEADS, HIDDEN, KV_HEADS, MLP, Host, build, compute
+from helpers.on_ranks import on_ranks
 from helpers.parallel_layers import assert_any_owner_computes_the_same
 from helpers.segments import convert_and_find
 
@@ -34,59 +35,42 @@ def sharded(kind, group, fused_by_jit=False, **changes):
     return model, *convert_and_find(model, group)
 
 
-@pytest.mark.parametrize("kind", ATTENTION)
-def test_any_owner_computes_the_same(run_ranks, kind):
+@on_ranks(2, [(kind,) for kind in ATTENTION], timeout_s=120)
+def test_any_owner_computes_the_same(rank, group, kind):
     """And every layer is in a segment of heads or of neurons."""
 
-    def check(rank, group):
-        model, segments, reasons = sharded(kind, group)
-        layers = balanced_layers(model)
-        assert reasons == {} and sorted(name for one in segments for name in one.layers) == sorted(layers)
-        assert len(segments) == 2 * DEPTH
-        name_of_units, num_units, rows = ATTENTION[kind]
-        for attention, mlp in zip(segments[::2], segments[1::2], strict=True):
-            weights = [one for one in attention.tensors if one.attribute == "weight"]
-            assert attention.kind == name_of_units and len(attention.owned.owners) == num_units
-            assert [one.rows for one in weights] == rows
-            assert mlp.kind == "neurons" and len(mlp.owned.owners) == MLP
-            assert {one.rows for one in mlp.tensors} == {(1,)}
-            for segment in (attention, mlp):
-                *columns, row = [one for one in segment.tensors if one.attribute == "weight"]
-                transposed = kind == "GPT2"
-                assert {one.dim for one in columns} == {int(transposed)} and row.dim == 1 - transposed
-                assert all(one.dim == 0 for one in segment.tensors if one.attribute == "bias")
-        assert_any_owner_computes_the_same(model, segments, compute(kind), group)
-        model, segments, _ = sharded(kind, group, attention="eager")
-        assert_any_owner_computes_the_same(model, segments, compute(kind), group)
-
-    run_ranks(check, 2)
+    model, segments, reasons = sharded(kind, group)
+    layers = balanced_layers(model)
+    assert reasons == {} and sorted(name for one in segments for name in one.layers) == sorted(layers)
+    assert len(segments) == 2 * DEPTH
+    name_of_units, num_units, rows = ATTENTION[kind]
+    for attention, mlp in zip(segments[::2], segments[1::2], strict=True):
+        weights = [one for one in attention.tensors if one.attribute == "weight"]
+        assert attention.kind == name_of_units and len(attention.owned.owners) == num_units
+        assert [one.rows for one in weights] == rows
+        assert mlp.kind == "neurons" and len(mlp.owned.owners) == MLP
+        assert {one.rows for one in mlp.tensors} == {(1,)}
+        for segment in (attention, mlp):
+            *columns, row = [one for one in segment.tensors if one.attribute == "weight"]
+            transposed = kind == "GPT2"
+            assert {one.dim for one in columns} == {int(transposed)} and row.dim == 1 - transposed
+            assert all(one.dim == 0 for one in segment.tensors if one.attribute == "bias")
+    assert_any_owner_computes_the_same(model, segments, compute(kind), group)
+    model, segments, _ = sharded(kind, group, attention="eager")
+    assert_any_owner_computes_the_same(model, segments, compute(kind), group)
 
 
-@pytest.mark.parametrize("kind", ["ViT", "Bert", "GPT2"])
-def test_a_bias_that_the_activation_adds_moves_along(run_ranks, kind):
-    def check(rank, group):
-        changes = {"activation_function": "gelu"} if kind == "GPT2" else {}
-        model, segments, reasons = sharded(kind, group, fused_by_jit=True, **changes)
-        assert reasons == {} and len(segments) == 2 * DEPTH
-        assert any(getattr(layer, "skip_bias_add", False) for layer in balanced_layers(model).values())
-        assert_any_owner_computes_the_same(model, segments, compute(kind), group)
+@on_ranks(2)
+def test_dropout_of_parallel_inputs_is_keyed_by_the_unit(rank, group):
+    model, segments, _ = sharded("Bert", group, attention="eager", attention_probs_dropout_prob=0.3)
+    names = {type(layer.attention.self.dropout).__name__ for layer in model.encoder.layer}
+    assert names == {"DropoutForParallelInput"}
+    KeyedDropout(model, segments, seed=3)
 
-    run_ranks(check, 2)
+    def from_the_first_call(model):
+        for layer in model.encoder.layer:
+            assert isinstance(layer.attention.self.dropout, UnitDropout)
+            layer.attention.self.dropout.num_calls = 0
+        return compute("Bert")(model)
 
-
-def test_dropout_of_parallel_inputs_is_keyed_by_the_unit(run_ranks):
-    def check(rank, group):
-        model, segments, _ = sharded("Bert", group, attention="eager", attention_probs_dropout_prob=0.3)
-        names = {type(layer.attention.self.dropout).__name__ for layer in model.encoder.layer}
-        assert names == {"DropoutForParallelInput"}
-        KeyedDropout(model, segments, seed=3)
-
-        def from_the_first_call(model):
-            for layer in model.encoder.layer:
-                assert isinstance(layer.attention.self.dropout, UnitDropout)
-                layer.attention.self.dropout.num_calls = 0
-            return compute("Bert")(model)
-
-        assert_any_owner_computes_the_same(model, segments, from_the_first_call, group)
-
-    run_ranks(check, 2)
+    assert_any_owner_computes_the_same(model, segments, from_the_first_call, group)

@@ -19,6 +19,7 @@ from helpers.dtensor_models import (
     train_while_units_move,
     whole_model,
 )
+from helpers.on_ranks import on_ranks
 from helpers.processes import for_each
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -32,20 +33,17 @@ from zeroresize.layers.local_parts import local_of
 pytestmark = [pytest.mark.versions, pytest.mark.same_ranks]
 
 
-def test_converted_layers_are_the_hosts_bit_for_bit(run_ranks):
-    @for_each([(False, True), (True, False)])
-    def check(rank, group, bias, sequence):
-        mesh = mesh_of()
-        host, model = (split(whole_model(bias), mesh, sequence=sequence) for _ in range(2))
-        names = [name for name, _ in host.named_parameters()]
-        zr.convert(model, segments=ATTENTION)
-        assert len(balanced_layers(model)) == 14
-        assert [name for name, _ in model.named_parameters()] == names
-        assert all(isinstance(one, DTensor) for one in model.parameters())
-        assert train(model, adamw(model), 3) == train(host, adamw(host), 3)
-        assert_same(list(model.parameters()), list(host.parameters()), "weights after training")
-
-    run_ranks(check, 2)
+@on_ranks(2, [(False, True), (True, False)])
+def test_converted_layers_are_the_hosts_bit_for_bit(rank, group, bias, sequence):
+    mesh = mesh_of()
+    host, model = (split(whole_model(bias), mesh, sequence=sequence) for _ in range(2))
+    names = [name for name, _ in host.named_parameters()]
+    zr.convert(model, segments=ATTENTION)
+    assert len(balanced_layers(model)) == 14
+    assert [name for name, _ in model.named_parameters()] == names
+    assert all(isinstance(one, DTensor) for one in model.parameters())
+    assert train(model, adamw(model), 3) == train(host, adamw(host), 3)
+    assert_same(list(model.parameters()), list(host.parameters()), "weights after training")
 
 
 @pytest.mark.slow
@@ -83,47 +81,45 @@ def moved(mesh, shares=(3, 1), num_steps=2):
     return model, optimizer, balancer
 
 
-def test_no_way_of_saving_or_gathering_uneven_parts_goes_through(run_ranks, tmp_path):
-    def check(rank, group):
-        model, optimizer, balancer = moved(mesh_of())
-        weight = model.blocks[0].mlp.up.weight
-        moment = optimizer.state[weight]["exp_avg"]
-        ways = {
-            "state_dict": model.state_dict,
-            "optimizer.state_dict": optimizer.state_dict,
-            "get_state_dict": lambda: get_state_dict(model, optimizer),
-            "full_tensor": weight.full_tensor,
-            "of a moment": moment.full_tensor,
-            "redistribute": lambda: weight.redistribute(placements=[Replicate()]),
-            "dcp.save": lambda: dcp.save({"weight": weight}, checkpoint_id=tmp_path / "uneven"),
-        }
-        for way, call in ways.items():
-            with pytest.raises((RuntimeError, CheckpointException), match=r"at_home\(\)") as caught:
-                call()
-            assert "sharded_state_dict" in str(caught.value), way
-        with balancer.at_home():
-            assert weight.full_tensor().shape == (HIDDEN, WIDTH)
-            assert optimizer.state[weight]["exp_avg"].full_tensor().shape == (HIDDEN, WIDTH)
-            model.state_dict(), optimizer.state_dict()
-        with pytest.raises(RuntimeError, match=r"at_home\(\)"):
-            weight.full_tensor()
-        with pytest.raises(RuntimeError, match="have them at home"):
-            model.blocks[0].mlp.up.reset_parameters()
-        copied = copy.deepcopy(model)
-        with pytest.raises(RuntimeError, match="is a copy of an unevenly divided layer"):
-            copied.state_dict()
-        loss = functional.cross_entropy(model(batch(0)).flatten(0, 1), batch(100).flatten())
-        balancer.move((1, 1))
-        with pytest.raises(RuntimeError, match="units have moved since this forward"):
-            loss.backward()
+@on_ranks(2)
+def test_no_way_of_saving_or_gathering_uneven_parts_goes_through(rank, group, *, tmp_path):
+    model, optimizer, balancer = moved(mesh_of())
+    weight = model.blocks[0].mlp.up.weight
+    moment = optimizer.state[weight]["exp_avg"]
+    ways = {
+        "state_dict": model.state_dict,
+        "optimizer.state_dict": optimizer.state_dict,
+        "get_state_dict": lambda: get_state_dict(model, optimizer),
+        "full_tensor": weight.full_tensor,
+        "of a moment": moment.full_tensor,
+        "redistribute": lambda: weight.redistribute(placements=[Replicate()]),
+        "dcp.save": lambda: dcp.save({"weight": weight}, checkpoint_id=tmp_path / "uneven"),
+    }
+    for way, call in ways.items():
+        with pytest.raises((RuntimeError, CheckpointException), match=r"at_home\(\)") as caught:
+            call()
+        assert "sharded_state_dict" in str(caught.value), way
+    with balancer.at_home():
         assert weight.full_tensor().shape == (HIDDEN, WIDTH)
-        balancer.move((3, 1))
-        optimizer.state.clear()
-        train(model, optimizer, 1, lambda step: balancer.step())
-        with pytest.raises(RuntimeError, match=r"at_home\(\)"):  # made while units were away
-            optimizer.state[weight]["exp_avg"].full_tensor()
-
-    run_ranks(check, 2)
+        assert optimizer.state[weight]["exp_avg"].full_tensor().shape == (HIDDEN, WIDTH)
+        model.state_dict(), optimizer.state_dict()
+    with pytest.raises(RuntimeError, match=r"at_home\(\)"):
+        weight.full_tensor()
+    with pytest.raises(RuntimeError, match="have them at home"):
+        model.blocks[0].mlp.up.reset_parameters()
+    copied = copy.deepcopy(model)
+    with pytest.raises(RuntimeError, match="is a copy of an unevenly divided layer"):
+        copied.state_dict()
+    loss = functional.cross_entropy(model(batch(0)).flatten(0, 1), batch(100).flatten())
+    balancer.move((1, 1))
+    with pytest.raises(RuntimeError, match="units have moved since this forward"):
+        loss.backward()
+    assert weight.full_tensor().shape == (HIDDEN, WIDTH)
+    balancer.move((3, 1))
+    optimizer.state.clear()
+    train(model, optimizer, 1, lambda step: balancer.step())
+    with pytest.raises(RuntimeError, match=r"at_home\(\)"):  # made while units were away
+        optimizer.state[weight]["exp_avg"].full_tensor()
 
 
 @pytest.mark.slow
@@ -203,33 +199,31 @@ def of_plain_parameters(model, group):
 @pytest.mark.few(4)
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-def test_every_configuration_computes_what_it_does_with_plain_parameters(run_ranks, name, sequence):
-    def check(rank, group):
-        mesh = mesh_of()
-        forced = {"ratio": 0.5, "ranks": [1]} if name != "semi" else {}
-        config = zr.BalanceConfig(**CONFIGURATIONS[name], update_every=1, iters_per_epoch=2, **forced)
-        results = []
-        for is_dtensor in (True, False):
-            whole = whole_model()
-            model = split(whole, mesh, sequence=sequence) if is_dtensor else of_plain_parameters(whole, group)
-            zr.convert(model, segments=ATTENTION)
-            optimizer = adamw(model)
-            balancer = zr.Balancer(model, optimizer, config)
-            if name == "semi":
-                balancer.move((3, 1))
-            losses = []
-            for step in range(5):
-                loss = functional.cross_entropy(model(batch(step)).flatten(0, 1), batch(step + 100).flatten())
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                balancer.step()
-                losses.append(loss.item())
-            plans = [layer.plan is not None for layer in balanced_layers(model).values()]
-            results.append((losses, plans))
-            balancer.close()
-        (ours, plans), (plain, plans_of_plain) = results
-        assert ours == pytest.approx(plain, abs=1e-10)
-        assert plans == plans_of_plain and (rank == 0 or name == "semi" or any(plans))
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_every_configuration_computes_what_it_does_with_plain_parameters(rank, group, *, name, sequence):
+    mesh = mesh_of()
+    forced = {"ratio": 0.5, "ranks": [1]} if name != "semi" else {}
+    config = zr.BalanceConfig(**CONFIGURATIONS[name], update_every=1, iters_per_epoch=2, **forced)
+    results = []
+    for is_dtensor in (True, False):
+        whole = whole_model()
+        model = split(whole, mesh, sequence=sequence) if is_dtensor else of_plain_parameters(whole, group)
+        zr.convert(model, segments=ATTENTION)
+        optimizer = adamw(model)
+        balancer = zr.Balancer(model, optimizer, config)
+        if name == "semi":
+            balancer.move((3, 1))
+        losses = []
+        for step in range(5):
+            loss = functional.cross_entropy(model(batch(step)).flatten(0, 1), batch(step + 100).flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            balancer.step()
+            losses.append(loss.item())
+        plans = [layer.plan is not None for layer in balanced_layers(model).values()]
+        results.append((losses, plans))
+        balancer.close()
+    (ours, plans), (plain, plans_of_plain) = results
+    assert ours == pytest.approx(plain, abs=1e-10)
+    assert plans == plans_of_plain and (rank == 0 or name == "semi" or any(plans))

@@ -12,10 +12,10 @@ from helpers.dtensor_models import (
     mesh_of,
     split,
     train,
-    train_feed_forward,
     train_while_units_move,
     whole_model,
 )
+from helpers.on_ranks import gathered, on_ranks
 from helpers.parallel_layers import equal_loans, lend
 from torch.distributed.tensor import DTensor
 
@@ -32,56 +32,37 @@ def one_block():
     return model
 
 
-def test_moves_in_one_graph_leave_losses_and_gradients_those_of_the_layers(run_ranks):
-    shares = [(3, 1), (1, 3), (1, 1), (2, 1), (1, 1)]
-
-    def check(rank, group):
-        torch._dynamo.reset()
-        outcomes = []
-        for compiles in (False, True):
-            model = feed_forward(mesh_of())
-            call, counter = compiled(model) if compiles else (model, None)
-            outcomes.append(train_feed_forward(model, call, shares))
-        return outcomes, counter.frame_count
-
-    for (expected, values), num_compilations in run_ranks(check, 2, timeout_s=110):
-        assert values == expected
-        assert num_compilations <= 3
-
-
 @pytest.mark.parametrize(("is_cast", "most"), [pytest.param(False, 1, marks=pytest.mark.slow), (True, 2)])
-def test_loans_that_begin_and_end_compile_at_most_once_and_leave_losses_and_gradients(run_ranks, is_cast, most):
+@on_ranks(2, timeout_s=110)
+def test_loans_that_begin_and_end_compile_at_most_once_and_leave_losses_and_gradients(rank, group, *, is_cast, most):
     """Once where dx is summed elsewhere without loans, as in the dtype from which autocast has cast x."""
 
-    def check(rank, group):
-        torch._dynamo.reset()
-        outcomes = []
-        for compiles in (False, True):
-            model = feed_forward(mesh_of())
-            model = model.float() if is_cast else model
-            layers = balanced_layers(model)
-            call, counter = compiled(model) if compiles else (model, None)
-            optimizer, lender, values = adamw(model), None, []
-            for step in range(6):
-                with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
-                    loss = call(tokens(width=WIDTH).to(model.up.weight.dtype)).square().mean()
-                loss.backward()
-                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).full_tensor()
-                values += [loss.item(), norm.item()]
-                optimizer.step()
-                optimizer.zero_grad()
-                if step in (0, 3):  # rank 0 lends, nobody, rank 1, nobody
-                    lender = lend(layers, group, equal_loans({step // 3: 0.5}, 2), "broadcast-reduce", step, lender)
-                if step in (2, 4):
-                    lender.take_back()
-                    for layer in layers.values():
-                        layer.plan = None
-                if step == 1:
-                    lender.send_weights()
-            outcomes.append(values)
-        return outcomes, counter.frame_count
-
-    for (expected, values), num_compilations in run_ranks(check, 2, timeout_s=110):
+    torch._dynamo.reset()
+    outcomes = []
+    for compiles in (False, True):
+        model = feed_forward(mesh_of())
+        model = model.float() if is_cast else model
+        layers = balanced_layers(model)
+        call, counter = compiled(model) if compiles else (model, None)
+        optimizer, lender, values = adamw(model), None, []
+        for step in range(6):
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+                loss = call(tokens(width=WIDTH).to(model.up.weight.dtype)).square().mean()
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).full_tensor()
+            values += [loss.item(), norm.item()]
+            optimizer.step()
+            optimizer.zero_grad()
+            if step in (0, 3):  # rank 0 lends, nobody, rank 1, nobody
+                lender = lend(layers, group, equal_loans({step // 3: 0.5}, 2), "broadcast-reduce", step, lender)
+            if step in (2, 4):
+                lender.take_back()
+                for layer in layers.values():
+                    layer.plan = None
+            if step == 1:
+                lender.send_weights()
+        outcomes.append(values)
+    for (expected, values), num_compilations in gathered(group, (outcomes, counter.frame_count)):
         assert values == expected and len(set(values)) == 12
         assert num_compilations == most
 

@@ -6,6 +6,7 @@ import torch.distributed.checkpoint as dcp
 from helpers.dtensor_comparisons import assert_same
 from helpers.dtensor_models import ATTENTION, adamw, split, train, whole_model
 from helpers.fsdp2 import assert_refused_at_once
+from helpers.on_ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -57,32 +58,19 @@ def test_what_does_not_move_is_that_of_the_host_and_moves_are_refused_at_once(ru
         assert torch.equal(tensor, values[name]), name
 
 
-def test_columns_at_random_are_dropped_as_without_fully_shard(run_ranks):
-    def check(rank, group):
-        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        config = zr.BalanceConfig(mode="zero-rd", ratio=0.5, ranks=[1])
-        results = []
-        for is_sharded in (True, False):
-            model = split(whole_model(), grid["tp"])
-            zr.convert(model, segments=ATTENTION)
-            if is_sharded:
-                sharded(model, grid)
-            optimizer = adamw(model)
-            balancer = zr.Balancer(model, optimizer, config)
-            results.append(train(model, optimizer, 3, lambda step, balancer=balancer: balancer.step()))
-            assert isinstance(model.blocks[0].mlp.up.weight, DTensor)
-            balancer.close()
-        assert results[0] == pytest.approx(results[1], abs=1e-8)
-
-    run_ranks(check, 4)
-
-
-def test_fully_shard_after_the_balancer_was_made_is_told_by_the_move(run_ranks):
-    def check(rank, group):
-        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+@on_ranks(4)
+def test_columns_at_random_are_dropped_as_without_fully_shard(rank, group):
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    config = zr.BalanceConfig(mode="zero-rd", ratio=0.5, ranks=[1])
+    results = []
+    for is_sharded in (True, False):
         model = split(whole_model(), grid["tp"])
-        balancer = zr.Balancer(model, adamw(model), zr.BalanceConfig(mode="exact"), data_parallel_group=grid["dp"])
-        sharded(model, grid)
-        assert_refused_at_once(balancer, RuntimeError, "is a DTensor, a shard, as by a fully_shard after the Balancer")
-
-    run_ranks(check, 4)
+        zr.convert(model, segments=ATTENTION)
+        if is_sharded:
+            sharded(model, grid)
+        optimizer = adamw(model)
+        balancer = zr.Balancer(model, optimizer, config)
+        results.append(train(model, optimizer, 3, lambda step, balancer=balancer: balancer.step()))
+        assert isinstance(model.blocks[0].mlp.up.weight, DTensor)
+        balancer.close()
+    assert results[0] == pytest.approx(results[1], abs=1e-8)

@@ -1,10 +1,9 @@
 """check_segments() of models that torch's parallelize_module has split into DTensors."""
 
-import dataclasses
-
 import pytest
 import torch
-from helpers.dtensor_models import ATTENTION, HEADS, WIDTH, batch, mesh_of, split, whole_model
+from helpers.dtensor_models import ATTENTION, batch, mesh_of, split, whole_model
+from helpers.on_ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -26,42 +25,24 @@ def converted(segments, **layout):
     [{}, {"sequence": True}, {"head": {"output_layouts": Shard(-1), "use_local_output": False}}],
     ids=["whole", "sequence", "logits that stay divided"],
 )
-def test_segments_that_move_soundly_pass_and_the_model_is_left_as_it_was(run_ranks, layout):
-    def check(rank, group):
-        model = converted(ATTENTION, **layout)
-        parameters = dict(model.named_parameters())
-        values = {name: local_of(one).detach().clone() for name, one in parameters.items()}
-        checks = zr.check_segments(model, batch(0))
-        assert sorted((one.kind, one.problem) for one in checks) == [("heads", None)] * 2 + [("neurons", None)] * 2
-        assert all(max(one.output_difference, one.gradient_difference) < 1e-12 for one in checks)
-        for name, parameter in model.named_parameters():
-            assert parameter is parameters[name] and isinstance(parameter, DTensor) and parameter.grad is None
-            assert torch.equal(local_of(parameter), values[name]), name
-        assert all(one.owned.is_even for one in owned_segments(balanced_layers(model)))
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_segments_that_move_soundly_pass_and_the_model_is_left_as_it_was(rank, group, *, layout):
+    model = converted(ATTENTION, **layout)
+    parameters = dict(model.named_parameters())
+    values = {name: local_of(one).detach().clone() for name, one in parameters.items()}
+    checks = zr.check_segments(model, batch(0))
+    assert sorted((one.kind, one.problem) for one in checks) == [("heads", None)] * 2 + [("neurons", None)] * 2
+    assert all(max(one.output_difference, one.gradient_difference) < 1e-12 for one in checks)
+    for name, parameter in model.named_parameters():
+        assert parameter is parameters[name] and isinstance(parameter, DTensor) and parameter.grad is None
+        assert torch.equal(local_of(parameter), values[name]), name
+    assert all(one.owned.is_even for one in owned_segments(balanced_layers(model)))
 
 
-def test_a_unit_that_is_half_a_head_is_an_error_on_every_rank(run_ranks):
-    wrong = [ATTENTION[0], dataclasses.replace(ATTENTION[1], unit_size=WIDTH // HEADS // 2, head_size=1)]
-
-    message = r"1 of 4 segments do not move soundly: blocks\.1\.attention\.out"
-
-    def check(rank, group):
-        with pytest.raises(ValueError, match=message) as error:
-            zr.check_segments(converted(wrong), batch(0))
-        return str(error.value)
-
-    first, second = run_ranks(check, 2)
-    assert first == second
-
-
-def test_parameters_that_fsdp_gathers_in_every_forward_are_refused_on_every_rank(run_ranks):
-    def check(rank, group):
-        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        model = zr.convert(split(whole_model(), grid["tp"]), segments=ATTENTION)
-        fully_shard(model, mesh=grid["dp"])
-        with pytest.raises(ValueError, match="of which FSDP shards and gathers the values"):
-            zr.check_segments(model, batch(0))
-
-    run_ranks(check, 4)
+@on_ranks(4)
+def test_parameters_that_fsdp_gathers_in_every_forward_are_refused_on_every_rank(rank, group):
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = zr.convert(split(whole_model(), grid["tp"]), segments=ATTENTION)
+    fully_shard(model, mesh=grid["dp"])
+    with pytest.raises(ValueError, match="of which FSDP shards and gathers the values"):
+        zr.check_segments(model, batch(0))

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.on_ranks import on_ranks
 from helpers.parallel_layers import assert_any_owner_computes_the_same
-from helpers.processes import caught_log_lines
 from torch import nn
 
 import zeroresize as zr
@@ -52,51 +52,22 @@ def test_the_registered_module_of_the_docs_has_heads_on_any_rank(run_ranks, monk
     run_ranks(check, 2)
 
 
-def test_the_hosts_layers_are_swapped_in_place_and_compute_bitwise_alike(run_ranks, example):
-    def gradients(rank, group):
-        torch.manual_seed(rank)
-        model = nn.Sequential(example["HostColumn"](12, 24, group), nn.GELU(), example["HostRow"](24, 12, group))
-        results, parameters = [], [id(one) for one in model.parameters()]
-        for is_converted in (False, True):
-            if is_converted:
-                zr.convert(model, process_group=group)
-            model.zero_grad()
-            x = torch.randn(5, 12, generator=torch.Generator().manual_seed(1)).requires_grad_()
-            y = model(x)
-            y.square().sum().backward()
-            results.append([y.detach(), x.grad, *(one.grad.clone() for one in model.parameters())])
-        assert [id(one) for one in model.parameters()] == parameters
-        assert list(balanced_layers(model)) == ["0", "2"]
-        return all(torch.equal(one, other) for one, other in zip(*results, strict=True))
-
-    assert run_ranks(gradients, 2) == [True, True]
-
-
-def test_a_hosts_reason_and_its_subclasses_leave_layers_alone(run_ranks, example):
-    class Special(example["HostColumn"]):
-        pass
-
-    def check(rank, group):
-        classes = {
-            example["HostColumn"]: example["BalancedColumn"],
-            example["HostRow"]: example["BalancedRow"],
-        }
-        register_host(SwappedClasses(classes, lambda layer: "it is wide" if layer.in_features > 12 else None))
-        model = nn.ModuleDict(
-            {
-                "taken": example["HostColumn"](12, 24, group),
-                "wide": example["HostColumn"](16, 24, group),
-                "special": Special(12, 24, group),
-            }
-        )
-        with caught_log_lines() as lines:
+@on_ranks(2)
+def test_the_hosts_layers_are_swapped_in_place_and_compute_bitwise_alike(rank, group, *, example):
+    torch.manual_seed(rank)
+    model = nn.Sequential(example["HostColumn"](12, 24, group), nn.GELU(), example["HostRow"](24, 12, group))
+    results, parameters = [], [id(one) for one in model.parameters()]
+    for is_converted in (False, True):
+        if is_converted:
             zr.convert(model, process_group=group)
-        assert list(balanced_layers(model)) == ["taken"]
-        assert type(model["wide"]) is example["HostColumn"] and type(model["special"]) is Special
-        assert any("layer wide is left alone: it is wide" in line for line in lines)
-        assert any("layer special is left alone: Special is a subclass" in line for line in lines)
-
-    run_ranks(check, 2)
+        model.zero_grad()
+        x = torch.randn(5, 12, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        y = model(x)
+        y.square().sum().backward()
+        results.append([y.detach(), x.grad, *(one.grad.clone() for one in model.parameters())])
+    assert [id(one) for one in model.parameters()] == parameters
+    assert list(balanced_layers(model)) == ["0", "2"]
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 class Careless:
@@ -136,14 +107,3 @@ def test_what_is_no_adapter_and_no_class_of_the_host_is_told():
     for other in (nn.Linear, zr.ColumnParallelLinear):
         with pytest.raises(ValueError, match=rf"{other.__name__} must be a subclass of BalancedLinear and of Linear"):
             SwappedClasses({nn.Linear: other})
-
-
-def test_an_adapter_that_does_not_swap_in_place_is_an_error(run_ranks):
-    def check(rank, group):
-        register_host(Careless())
-        model = nn.Sequential(nn.Linear(4, 4))
-        model[0].process_group = group
-        with pytest.raises(TypeError, match=r"Careless did not make layer 0 \(Linear\) a BalancedLinear in place"):
-            zr.convert(model, process_group=group)
-
-    run_ranks(check, 2)

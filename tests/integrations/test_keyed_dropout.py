@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.hosts import build, compute, split
+from helpers.on_ranks import on_ranks
 from helpers.parallel_layers import assert_any_owner_computes_the_same
 from test_find_segments import WIDTH, Layers, mlp, module
 from torch import nn
@@ -29,43 +29,24 @@ def from_the_first_call(model, compute):
     return compute(model)
 
 
-def test_a_step_with_dropout_is_the_same_whoever_owns_a_neuron(run_ranks):
-    def check(rank, group):
-        torch.manual_seed(0)
-        model = nn.Sequential(mlp(Layers(group), nn.Dropout(0.3)), nn.Dropout(0.0), mlp(Layers(group), nn.Dropout(0.3)))
-        segments, _ = found_in(model, group)
-        torch.manual_seed(rank)
-        assert why_not_keyable(model, segments) == {}
-        KeyedDropout(model, segments, seed=1)
-        assert isinstance(model[0][1], UnitDropout) and type(model[1]) is nn.Dropout
-        assert model[0][1].seed != model[2][1].seed
-        x = torch.randn(3, 5, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        assert_any_owner_computes_the_same(
-            model, segments, lambda model: from_the_first_call(model, lambda model: model(x)), group
-        )
-        again, reasons = found_in(model, group)  # with the keyed ones between
-        assert [one.name for one in again] == [one.name for one in segments] and reasons == {}
-        KeyedDropout(model, again, seed=1)
-        assert model[0][1].segment is again[0]
-
-    run_ranks(check, 2)
-
-
-@pytest.mark.parametrize("kind", ["Bert", "GPT2"])
-def test_attention_probabilities_are_dropped_by_head(run_ranks, kind):
-    p = {"attn_pdrop": 0.3} if kind == "GPT2" else {"attention_probs_dropout_prob": 0.3}
-
-    def check(rank, group):
-        model = split(build(kind, "eager", **p), group)
-        segments, _ = found_in(model, group)
-        assert why_not_keyable(model, segments) == {}
-        KeyedDropout(model, segments, seed=1)
-        assert sum(isinstance(one, UnitDropout) for one in model.modules()) == len(segments) / 2
-        assert_any_owner_computes_the_same(
-            model, segments, lambda model: from_the_first_call(model, compute(kind)), group
-        )
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_a_step_with_dropout_is_the_same_whoever_owns_a_neuron(rank, group):
+    torch.manual_seed(0)
+    model = nn.Sequential(mlp(Layers(group), nn.Dropout(0.3)), nn.Dropout(0.0), mlp(Layers(group), nn.Dropout(0.3)))
+    segments, _ = found_in(model, group)
+    torch.manual_seed(rank)
+    assert why_not_keyable(model, segments) == {}
+    KeyedDropout(model, segments, seed=1)
+    assert isinstance(model[0][1], UnitDropout) and type(model[1]) is nn.Dropout
+    assert model[0][1].seed != model[2][1].seed
+    x = torch.randn(3, 5, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    assert_any_owner_computes_the_same(
+        model, segments, lambda model: from_the_first_call(model, lambda model: model(x)), group
+    )
+    again, reasons = found_in(model, group)  # with the keyed ones between
+    assert [one.name for one in again] == [one.name for one in segments] and reasons == {}
+    KeyedDropout(model, again, seed=1)
+    assert model[0][1].segment is again[0]
 
 
 def in_a_function(layers):
@@ -83,26 +64,10 @@ def in_two_modules(layers):
     return nn.Sequential(mlp(layers, drop), drop)
 
 
-@pytest.mark.parametrize("build_model", [in_a_function, used_after_the_row_too, in_two_modules])
-def test_what_cannot_be_keyed_is_told_and_stays(run_ranks, build_model):
-    def check(rank, group):
-        model = build_model(Layers(group))
-        segments, _ = found_in(model, group)
-        assert len(segments) == 1
-        assert list(why_not_keyable(model, segments)) == [segments[0].name]
-        assert not any(isinstance(one, UnitDropout) for one in model.modules())
-
-    run_ranks(check, 2)
-
-
-@pytest.mark.parametrize(
-    ("kind", "p"), [("Bert", "attention_probs_dropout_prob"), ("Llama", "attention_dropout"), ("GPT2", "attn_pdrop")]
-)
-def test_fused_attention_that_drops_is_told(run_ranks, kind, p):
-    def check(rank, group):
-        for probability, is_told in ((0.0, False), (0.1, True)):
-            model = split(build(kind, "sdpa", **{p: probability}), group)
-            segments, _ = found_in(model, group)
-            assert list(why_not_keyable(model, segments)) == [one.name for one in segments[::2]] * is_told
-
-    run_ranks(check, 2)
+@on_ranks(2, [(in_a_function,), (used_after_the_row_too,), (in_two_modules,)])
+def test_what_cannot_be_keyed_is_told_and_stays(rank, group, build_model):
+    model = build_model(Layers(group))
+    segments, _ = found_in(model, group)
+    assert len(segments) == 1
+    assert list(why_not_keyable(model, segments)) == [segments[0].name]
+    assert not any(isinstance(one, UnitDropout) for one in model.modules())

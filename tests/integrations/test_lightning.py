@@ -7,7 +7,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from helpers.dtensor_models import batch, whole_model
 from helpers.lightning_models import batches, fit, fit_whole, module_class, moves_at, trainer_of
-from helpers.processes import caught_log_lines
 from helpers.transformers_models import as_rank
 from torch.nn import functional
 
@@ -89,56 +88,6 @@ def test_losses_are_those_of_one_process_also_from_a_checkpoint_in_the_middle_of
     assert there == pytest.approx(loss, abs=1e-12)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_saving_between_two_batches_of_a_step_changes_nothing(run_ranks, tmp_path, form):
-    library = LIBRARIES[0]
-    lightning = importlib.import_module(library)
-    whole = fit_whole(library, tmp_path)
-
-    class SavesOften(lightning.Callback):
-        def on_train_batch_end(self, trainer, module, outputs, data, number):
-            trainer.save_checkpoint(tmp_path / f"{number}.ckpt", weights_only=number % 3 == 1)
-
-    def check(rank, group):
-        callback = balance_callback()
-        callbacks = [callback, moves_at(library, callback, MOVES), SavesOften()]
-        module, _ = fit(library, rank, tmp_path, callbacks, distributed=FORMS[form], enable_checkpointing=False)
-        assert module.losses == pytest.approx(whole.losses, abs=1e-10)
-
-    run_ranks(check, 2)
-    saved = [loaded_whole(tmp_path / f"{number}.ckpt", FORMS[form]) for number in (1, 2)]
-    assert all(torch.equal(*both) for both in zip(*(one.parameters() for one in saved), strict=True))
-
-
-def test_an_epoch_ends_once_and_pruned_columns_are_chosen_anew(run_ranks, tmp_path):
-    from zeroresize.integrations.lightning import BalanceCallback
-
-    library = LIBRARIES[0]
-    importlib.import_module(library)
-
-    def check(rank, group):
-        updates = []
-        config = zr.BalanceConfig(mode="zero-rd", ratio=0.5, ranks=[1], update_every=2)
-        callback = BalanceCallback(config, on_update=lambda record: updates.append(record.step))
-        ended = []
-        fit(library, rank, tmp_path, [callback, checked_epochs(callback, ended)], max_epochs=2)
-        assert updates == [2, 4, 6, 8, 10, 12]  # of the optimizer: each takes two batches
-        assert ended == [True, True]
-
-    def checked_epochs(callback, ended):
-        class Checks(importlib.import_module(library).Callback):
-            def on_train_epoch_start(self, trainer, module):
-                usual = callback.balancer.epoch_end
-                callback.balancer.epoch_end = lambda: (ended.append(True), usual())
-
-            def on_train_epoch_end(self, trainer, module):
-                vars(callback.balancer).pop("epoch_end")
-
-        return Checks()
-
-    run_ranks(check, 2)
-
-
 def test_after_a_training_that_broke_off_it_is_saved_at_home_and_the_next_one_goes_on(run_ranks, tmp_path):
     library = LIBRARIES[0]
     lightning = importlib.import_module(library)
@@ -176,22 +125,6 @@ def test_after_a_training_that_broke_off_it_is_saved_at_home_and_the_next_one_go
         assert callback.balancer.plan.owned == (0.5, 1.5)
         away = ((16, 36), (16, 12))[rank]
         assert shapes == [away, away, (16, 24)]
-
-    run_ranks(check, 2)
-
-
-def test_a_checkpoint_without_a_balancers_state_is_gone_on_from_with_a_warning(run_ranks, tmp_path):
-    library = LIBRARIES[0]
-    importlib.import_module(library)
-    whole = fit_whole(library, tmp_path)
-
-    def check(rank, group):
-        fit(library, rank, tmp_path, [checkpoints_in(library, tmp_path, every_n_train_steps=3)])
-        callback = balance_callback()
-        with caught_log_lines() as lines:
-            module, _ = fit(library, rank, tmp_path, [callback], ckpt_path=tmp_path / "step=3.ckpt")
-        assert any("from step 3, whose checkpoint was saved without BalanceCallback" in line for line in lines)
-        assert module.losses == pytest.approx(whole.losses[6:], abs=1e-10)
 
     run_ranks(check, 2)
 

@@ -126,31 +126,3 @@ def test_wrapped_after_convert_nothing_moves_and_the_error_says_what_was_done(ru
         assert len(local_of(model.blocks[1].mlp.up.weight)) == 24
 
     run_ranks(check, 2)
-
-
-@pytest.mark.hosts
-@pytest.mark.filterwarnings("ignore")
-def test_of_a_decoder_that_transformers_has_split_with_its_lora_only_other_units_move(run_ranks, tmp_path):
-    from helpers.transformers_models import batch as words
-    from helpers.transformers_models import split_by_plan, whole_decoder
-
-    whole_decoder("llama").save_pretrained(tmp_path)
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-
-    def check(rank, group):
-        torch.manual_seed(1)
-        host = peft.get_peft_model(split_by_plan(tmp_path, rank), config)
-        torch.manual_seed(1)
-        model = peft.get_peft_model(split_by_plan(tmp_path, rank), config)
-        zr.convert(model)
-        reasons = {name: layer.stays_even for name, layer in balanced_layers(model).items()}
-        assert all(why == STAYS_BEHIND for name, why in reasons.items() if "base_layer" in name)
-        assert all(why for name, why in reasons.items() if "self_attn" in name)
-        assert {why for name, why in reasons.items() if ".mlp." in name} == {None}
-        balancer = zr.Balancer(model, optimizer_of(model), zr.BalanceConfig(mode="exact"))
-        expected = host(**words(1)).loss.item()
-        assert model(**words(1)).loss.item() == pytest.approx(expected, abs=1e-6)
-        balancer.move((3, 1))
-        assert model(**words(1)).loss.item() == pytest.approx(expected, abs=1e-6)
-
-    run_ranks(check, 2)

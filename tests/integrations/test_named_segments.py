@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.processes import for_each
+from helpers.on_ranks import on_ranks
 from torch import nn
 
 import zeroresize as zr
@@ -53,59 +53,31 @@ def converted(group, shares=None, *, keeps_size=True, key_heads=4, **options):
 
 
 REFUSED = {
-    "half a key's head": (
-        {"unit_size": HEAD},
-        r"unit_size=4 makes 2 features of 0\.k a unit, which are no whole heads of 4 \(Attention\.head_dim\)",
-    ),
     "a unit that is no head": ({"unit_size": 2}, r"makes 2 features of 0\.q a unit, which are no whole heads"),
     "heads of a size that nobody told": (
         {"unit_size": HEAD, "keeps_size": False},
         r"different numbers of features of a unit \(4 of 0\.q, 2 of 0\.k, 2 of 0\.v, 4 of 0\.out\).*head_size=",
     ),
     "the wrong size": ({"head_size": 3}, r"no whole heads of 3 \(head_size\)"),
-    "no size": ({"head_size": 0}, "head_size=0 is not allowed: wanted is a whole number of features, at least 1"),
     "no unit_size": (
         {"unit_size": 1, "key_heads": 8, "on_change": None, "kind": "heads"},
         r"unit_size=1 makes 1 feature of 0\.q a unit, which are no whole heads of 4 \(Attention\.head_dim\): "
         "say unit_size=4 for one head",
     ),
-    "no unit_size, units of no kind": ({"unit_size": 1, "key_heads": 8, "kind": "units"}, "makes 1 feature of 0.q"),
     "heads of one feature, and no on_change": (
         {"unit_size": 1, "key_heads": 8, "head_size": 1, "on_change": None, "kind": "heads"},
         r"Attention\.num_heads=4 seems to count .* no on_change",
     ),
-    "no on_change": ({"on_change": None}, r"Attention\.num_heads=4 seems to count .* no on_change"),
 }
 
 
-def test_what_would_fail_in_use_is_refused_by_convert(run_ranks):
-    @for_each(REFUSED.values())
-    def check(rank, group, options, message):
-        for by_module in (False, True):  # a message gives names all the same
-            with pytest.raises(ValueError, match=message) as error:
-                converted(group, by_module=by_module, **options)
-            assert str(error.value).startswith("Segment(column=['0.q', '0.k', '0.v'], row='0.out'): ")
-            assert "zeroresize.check_segments" in str(error.value)
-
-    run_ranks(check, 2)
-
-
-ALLOWED = {
-    "as the module keeps it": {},
-    "as it is told": {"keeps_size": False, "head_size": HEAD},
-    "two groups": {"unit_size": 4 * HEAD},
-    "whatever the module keeps": {"unit_size": HEAD, "head_size": 1},
-    "nothing to follow": {"on_change": lambda units: None},
-}
-
-
-def test_what_the_user_says_is_taken(run_ranks):
-    @for_each([(options,) for options in ALLOWED.values()])
-    def check(rank, group, options):
-        (segment,) = owned_segments(balanced_layers(converted(group, **options)))
-        assert segment.name == "0.out" and segment.min_units == 1
-
-    run_ranks(check, 2)
+@on_ranks(2, REFUSED.values())
+def test_what_would_fail_in_use_is_refused_by_convert(rank, group, options, message):
+    for by_module in (False, True):  # a message gives names all the same
+        with pytest.raises(ValueError, match=message) as error:
+            converted(group, by_module=by_module, **options)
+        assert str(error.value).startswith("Segment(column=['0.q', '0.k', '0.v'], row='0.out'): ")
+        assert "zeroresize.check_segments" in str(error.value)
 
 
 def test_every_rank_keeps_a_unit_unless_the_user_says_that_it_needs_none(run_ranks):
@@ -121,13 +93,11 @@ def test_every_rank_keeps_a_unit_unless_the_user_says_that_it_needs_none(run_ran
     run_ranks(check, 2)
 
 
-def test_a_follower_that_fails_is_named(run_ranks):
-    def check(rank, group):
-        message = r"on_change of the segment of 0\.out failed for [13] KV groups: KeyError: 'slopes'"
-        with pytest.raises(RuntimeError, match=message):
-            converted(group, (1, 0), on_change=lambda units: {}["slopes"])
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_a_follower_that_fails_is_named(rank, group):
+    message = r"on_change of the segment of 0\.out failed for [13] KV groups: KeyError: 'slopes'"
+    with pytest.raises(RuntimeError, match=message):
+        converted(group, (1, 0), on_change=lambda units: {}["slopes"])
 
 
 def test_a_registered_class_without_a_follower_stays_even(run_ranks, monkeypatch, caplog):

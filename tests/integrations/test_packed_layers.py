@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.on_ranks import on_ranks
 from helpers.processes import caught_log_lines
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,6 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import zeroresize as zr
 from zeroresize.checks.recording import Recorder
 from zeroresize.resharding.ranks import Ranks
+
+pytestmark = pytest.mark.same_ranks
 
 rearrange = pytest.importorskip("einops").rearrange
 
@@ -58,20 +61,9 @@ def by_split(self, x, y):
     return (weights.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
-def by_slices(self, x, y):
-    q, k, v = y[..., : self.dim], y[:, :, self.dim : 2 * self.dim], y[..., -self.dim :]
-    shape = (*x.shape[:-1], -1, HEAD)
-    return attend(q.view(shape).transpose(1, 2), k.view(shape).transpose(1, 2), v.view(shape).transpose(1, 2))
-
-
 def by_unbind(self, x, y):
     q, k, v = y.unflatten(-1, (3, -1, HEAD)).unbind(-3)
     return attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-
-
-def by_index(self, x, y):
-    y = y.view(x.shape[0], x.shape[1], 3, -1, HEAD).movedim(2, 0).transpose(2, 3)
-    return attend(y[0], y[1], y[2])
 
 
 def attend_heads(x, parts):
@@ -82,10 +74,7 @@ def attend_heads(x, parts):
 CUTS = {
     "chunk": lambda self, x, y: attend_heads(x, y.chunk(3, dim=-1)),
     "split": by_split,
-    "slices": by_slices,
     "permute": lambda self, x, y: attend(*y.reshape(*x.shape[:2], 3, self.num_heads, HEAD).permute(2, 0, 3, 1, 4)),
-    "unbind": by_unbind,
-    "index": by_index,
     "einops": lambda self, x, y: attend(*rearrange(y, "b t (three h d) -> three b h t d", three=3, d=HEAD)),
     "untraced loop": lambda self, x, y: attend(*(p.transpose(1, 2) for p in y.unflatten(-1, (3, -1, HEAD)).unbind(2))),
     "axis of heads": lambda self, x, y: attend(
@@ -101,7 +90,6 @@ class Gated(Packed):
 GATES = {
     "glu": lambda self, x, y: F.glu(y, dim=-1),
     "gate": lambda self, x, y: F.silu(y.chunk(2, -1)[0]) * y.chunk(2, -1)[1],
-    "module": lambda self, x, y: self.act(y),
 }
 
 
@@ -131,17 +119,11 @@ def halves_of_heads(self, x, y):
 RIGHT = {
     "of each head": (Packed, of_each_head),
     "of each group": (Packed, of_each_group),
-    "of every other": (Gated, lambda self, x, y: F.silu(y[..., ::2]) * y[..., 1::2]),
     "one head after another": (
         Plain,
         lambda self, x, y: torch.cat([F.softmax(one, dim=-1) for one in y.chunk(self.num_heads, dim=-1)], dim=-1),
     ),
-    "heads side by side": (
-        Plain,
-        lambda self, x, y: torch.stack(y.split(HEAD, dim=-1)).softmax(-1).movedim(0, 2).flatten(2),
-    ),
     "halves of heads": (Plain, halves_of_heads),
-    "last token": (Plain, lambda self, x, y: y[:, -1:] * y),
 }
 
 
@@ -167,68 +149,60 @@ def cuts_seen_in(model, group):
     return {layer: next(iter(blocks.values())) for layer, blocks in recorder.blocks.items()}
 
 
-def test_layers_that_were_cut_across_their_parts_are_refused_in_every_word(run_ranks):
-    def check(rank, group):
-        cases = [(Packed, name, mix) for name, mix in CUTS.items()] + [
-            (Gated, name, mix) for name, mix in GATES.items()
-        ]
-        for kind, name, mix in cases:
-            model = kind(mix)
-            model.act = nn.GLU()
-            split(model, "from_linear", group)
-            assert list(cuts_seen_in(model, group)) == ["up"], name
-            with pytest.raises(ValueError, match=r"layer up was split .* as one part, and .* parts="):
+@on_ranks(2)
+def test_layers_that_were_cut_across_their_parts_are_refused_in_every_word(rank, group):
+    cases = [(Packed, name, mix) for name, mix in CUTS.items()] + [(Gated, name, mix) for name, mix in GATES.items()]
+    for kind, name, mix in cases:
+        model = kind(mix)
+        model.act = nn.GLU()
+        split(model, "from_linear", group)
+        assert list(cuts_seen_in(model, group)) == ["up"], name
+        with pytest.raises(ValueError, match=r"layer up was split .* as one part, and .* parts="):
+            zr.convert(model, process_group=group)
+    for by in ("styles", "torch"):
+        with pytest.raises(ValueError, match="layer up was split over the ranks as one part"):
+            zr.Balancer(split(Packed(CUTS["chunk"]), by, group), None, zr.BalanceConfig(mode="off"))
+
+
+@on_ranks(2)
+def test_what_is_right_already_is_not_refused(rank, group):
+    for name, (kind, mix) in RIGHT.items():
+        torch.manual_seed(0)
+        whole = kind(mix).double()
+        x = torch.randn(2, 3, WIDTH, dtype=torch.float64)
+        expected = whole(x)
+        for by in ("from_linear", "styles", "torch") if mix is of_each_head else ("from_linear",):
+            torch.manual_seed(0)
+            model = split(kind(mix).double(), by, group)
+            with caught_log_lines(logging.WARNING) as lines:
                 zr.convert(model, process_group=group)
-        for by in ("styles", "torch"):
-            with pytest.raises(ValueError, match="layer up was split over the ranks as one part"):
-                zr.Balancer(split(Packed(CUTS["chunk"]), by, group), None, zr.BalanceConfig(mode="off"))
+            assert not any("cuts" in line for line in lines), name
+            torch.testing.assert_close(model(x), expected)
+        if "head " not in name and "side" not in name:  # a running forward shows no cut either
+            assert not cuts_seen_in(split(kind(mix), "from_linear", group), group), name
 
-    run_ranks(check, 2)
 
-
-def test_what_is_right_already_is_not_refused(run_ranks):
-    def check(rank, group):
-        for name, (kind, mix) in RIGHT.items():
+@on_ranks(2)
+def test_parts_make_them_right_and_other_parts_are_refused(rank, group):
+    cases = ((Packed, CUTS["chunk"], 3), (Packed, CUTS["permute"], (WIDTH,) * 3), (Gated, GATES["gate"], 2))
+    for kind, mix, parts in cases:
+        torch.manual_seed(0)
+        whole = kind(mix).double()
+        x = torch.randn(2, 3, WIDTH, dtype=torch.float64)
+        expected = whole(x)
+        for by in ("from_linear", "styles"):
             torch.manual_seed(0)
-            whole = kind(mix).double()
-            x = torch.randn(2, 3, WIDTH, dtype=torch.float64)
-            expected = whole(x)
-            for by in ("from_linear", "styles", "torch") if mix is of_each_head else ("from_linear",):
-                torch.manual_seed(0)
-                model = split(kind(mix).double(), by, group)
-                with caught_log_lines(logging.WARNING) as lines:
-                    zr.convert(model, process_group=group)
-                assert not any("cuts" in line for line in lines), name
-                torch.testing.assert_close(model(x), expected)
-            if "head " not in name and "side" not in name:  # a running forward shows no cut either
-                assert not cuts_seen_in(split(kind(mix), "from_linear", group), group), name
-
-    run_ranks(check, 2)
-
-
-def test_parts_make_them_right_and_other_parts_are_refused(run_ranks):
-    def check(rank, group):
-        cases = ((Packed, CUTS["chunk"], 3), (Packed, CUTS["permute"], (WIDTH,) * 3), (Gated, GATES["gate"], 2))
-        for kind, mix, parts in cases:
-            torch.manual_seed(0)
-            whole = kind(mix).double()
-            x = torch.randn(2, 3, WIDTH, dtype=torch.float64)
-            expected = whole(x)
-            for by in ("from_linear", "styles"):
-                torch.manual_seed(0)
-                model = split(kind(mix).double(), by, group, parts)
-                torch.testing.assert_close(zr.convert(model, process_group=group)(x), expected)
-        refused = [(CUTS["chunk"], 2, "as parts=.*, and chunk"), (by_unbind, (16, 4, 4), "and unbind")]
-        refused += [(mix, 3, "its layout is interleaved") for mix in (of_each_head, of_each_group)]
-        for mix, parts, message in refused:
-            with pytest.raises(ValueError, match=message):
-                zr.convert(split(Packed(mix), "from_linear", group, parts), process_group=group)
-        segment = zr.Segment(["up"], "down", HEAD, parts=3, on_change=len)
-        with pytest.raises(ValueError, match=r"up was split over the ranks as one part, and the segment says parts=3"):
-            model = split(Packed(CUTS["untraced loop"]), "from_linear", group)
-            zr.convert(model, process_group=group, segments=[segment])
-
-    run_ranks(check, 2)
+            model = split(kind(mix).double(), by, group, parts)
+            torch.testing.assert_close(zr.convert(model, process_group=group)(x), expected)
+    refused = [(CUTS["chunk"], 2, "as parts=.*, and chunk"), (by_unbind, (16, 4, 4), "and unbind")]
+    refused += [(mix, 3, "its layout is interleaved") for mix in (of_each_head, of_each_group)]
+    for mix, parts, message in refused:
+        with pytest.raises(ValueError, match=message):
+            zr.convert(split(Packed(mix), "from_linear", group, parts), process_group=group)
+    segment = zr.Segment(["up"], "down", HEAD, parts=3, on_change=len)
+    with pytest.raises(ValueError, match=r"up was split over the ranks as one part, and the segment says parts=3"):
+        model = split(Packed(CUTS["untraced loop"]), "from_linear", group)
+        zr.convert(model, process_group=group, segments=[segment])
 
 
 def drawn_on_ranks(group, **options):
@@ -238,15 +212,13 @@ def drawn_on_ranks(group, **options):
     return model
 
 
-def test_where_it_is_not_known_who_has_split_a_layer_a_warning_asks(run_ranks):
-    def check(rank, group):
-        for options, is_told in (({}, True), ({"parts": 3}, False)):
-            with caught_log_lines(logging.WARNING) as lines:
-                zr.convert(drawn_on_ranks(group, **options), process_group=group)
-            assert any("layer up: chunk() cuts its output" in line for line in lines) == is_told
-        segment = zr.Segment(["up"], "down", HEAD, parts=3, on_change=len)
+@on_ranks(2)
+def test_where_it_is_not_known_who_has_split_a_layer_a_warning_asks(rank, group):
+    for options, is_told in (({}, True), ({"parts": 3}, False)):
         with caught_log_lines(logging.WARNING) as lines:
-            zr.convert(drawn_on_ranks(group), process_group=group, segments=[segment])
-        assert not lines
-
-    run_ranks(check, 2)
+            zr.convert(drawn_on_ranks(group, **options), process_group=group)
+        assert any("layer up: chunk() cuts its output" in line for line in lines) == is_told
+    segment = zr.Segment(["up"], "down", HEAD, parts=3, on_change=len)
+    with caught_log_lines(logging.WARNING) as lines:
+        zr.convert(drawn_on_ranks(group), process_group=group, segments=[segment])
+    assert not lines

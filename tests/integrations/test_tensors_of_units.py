@@ -4,13 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.dtensor_models import mesh_of
+from helpers.on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import zeroresize as zr
-from zeroresize.conversion import balanced_layers
-from zeroresize.integrations import known_modules
-from zeroresize.integrations.known_modules import register_segments
 
 WIDTH, HEADS, HEAD = 24, 8, 5
 HERE = HEADS // 2
@@ -28,130 +26,41 @@ class Attention(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(-2, -3).flatten(-2))
 
 
-def holding(*, parameter=None, buffer=None, child=None):
-    def hold(attention):
-        if parameter is not None:
-            attention.kept = nn.Parameter(torch.ones(parameter))
-        if buffer is not None:
-            attention.register_buffer("kept", torch.ones(buffer))
-        if child is not None:
-            attention.kept = child()
-
-    return hold
-
-
-class Norm(nn.Module):
-    def __init__(self, size):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-
-
-def sinks_as_dtensor(attention):
-    attention.kept = nn.Parameter(distribute_tensor(torch.ones(HEADS), mesh_of(), [Shard(0)]))
+OF_HEADS = (
+    lambda: nn.Parameter(torch.ones(HERE)),
+    lambda: nn.Parameter(torch.ones(1, HERE, 1, 1)),
+    lambda: nn.Parameter(distribute_tensor(torch.ones(HEADS), mesh_of(), [Shard(0)])),
+    lambda: nn.Buffer(torch.ones(HERE, 1, 1)),
+    lambda: nn.Parameter(torch.ones(HERE), requires_grad=False),
+    lambda: torch.ones(HERE, 1, 1),
+    lambda: nn.Embedding(32, HERE),
+    lambda: nn.Linear(WIDTH, HERE),
+    lambda: nn.Parameter(torch.ones(HERE * HEAD)),
+)
+OF_ALL = (
+    lambda: nn.RMSNorm(HEAD),
+    lambda: nn.Parameter(torch.ones(WIDTH)),
+    lambda: nn.Buffer(torch.ones(1, 1, HERE, HERE)),
+    lambda: nn.Parameter(torch.ones(1)),
+    lambda: nn.Buffer(torch.ones(HEADS)),  # slopes of all ranks' heads
+)
 
 
-OF_HEADS = {
-    "sinks": holding(parameter=HERE),
-    "sinks of a batch": holding(parameter=(1, HERE, 1, 1)),
-    "sinks as DTensor": sinks_as_dtensor,
-    "slopes": holding(buffer=(HERE, 1, 1)),
-    "frozen scales": lambda attention: attention.register_parameter("kept", nn.Parameter(torch.ones(HERE), False)),
-    "a plain tensor": lambda attention: setattr(attention, "kept", torch.ones(HERE, 1, 1)),
-    "temperatures in a module": holding(child=lambda: Norm((HERE, 1, 1))),
-    "a table of biases": holding(child=lambda: nn.Embedding(32, HERE)),
-    "gates of heads": holding(child=lambda: nn.Linear(WIDTH, HERE)),
-    "scales of all features": holding(parameter=HERE * HEAD),
-}
-OF_ALL = {
-    "nothing": lambda attention: None,
-    "a norm of heads": holding(child=lambda: Norm(HEAD)),
-    "a norm of the stream": holding(child=lambda: Norm(WIDTH)),
-    "a scale of the stream": holding(parameter=WIDTH),
-    "a mask": holding(buffer=(1, 1, HERE, HERE)),
-    "a number": holding(parameter=1),
-    "slopes of all ranks' heads": holding(buffer=HEADS),
-}
+def convert_holding(kept, group):
+    attention = Attention(group)
+    attention.kept = kept
+
+    def follow(heads):
+        attention.num_heads = len(heads)
+
+    segment = zr.Segment(["0.qkv"], "0.out", unit_size=HEAD, parts=3, kind="heads", on_change=follow)
+    zr.convert(nn.Sequential(attention), process_group=group, segments=[segment])
 
 
-def segment(attention, on_change=None, name="attention"):
-    follow = on_change or (lambda heads: setattr(attention, "num_heads", len(heads)))
-    return zr.Segment([f"{name}.qkv"], f"{name}.out", unit_size=HEAD, parts=3, kind="heads", on_change=follow)
-
-
-def attention_with(hold, group):
-    model = nn.ModuleDict({"attention": Attention(group)})
-    hold(model["attention"])
-    return model
-
-
-def test_a_tensor_of_single_heads_is_refused_before_shapes_fail(run_ranks):
-    def check(rank, group):
-        for hold in OF_HEADS.values():
-            model = attention_with(hold, group)
-            with pytest.raises(ValueError, match=r"attention\.kept.*does not follow them: (on_change must|parameters)"):
-                zr.convert(model, process_group=group, segments=[segment(model["attention"])])
-        for hold in OF_ALL.values():
-            model = attention_with(hold, group)
-            zr.convert(model, process_group=group, segments=[segment(model["attention"])])
-
-    run_ranks(check, 2)
-
-
-def test_neurons_have_tensors_of_their_own_too(run_ranks):
-    def check(rank, group):
-        for size, is_refused in ((HERE, True), (WIDTH, False)):
-            model = nn.ModuleDict()
-            model["up"] = zr.ColumnParallelLinear(WIDTH, HEADS, process_group=group)
-            model["down"] = zr.RowParallelLinear(HEADS, WIDTH, process_group=group)
-            model["scale"] = Norm(size)
-            try:
-                zr.convert(model, process_group=group, segments=[zr.Segment(["up"], "down")])
-                assert not is_refused
-            except ValueError as error:
-                assert is_refused and "scale.weight" in str(error)
-
-    run_ranks(check, 2)
-
-
-def test_what_on_change_sets_may_stand_between_and_is_as_it_was(run_ranks):
-    slopes = torch.arange(1.0, HEADS + 1).view(-1, 1, 1)
-
-    def check(rank, group):
-        for hold in (OF_HEADS["slopes"], OF_HEADS["a plain tensor"], OF_HEADS["frozen scales"]):
-            model = attention_with(hold, group)
-            attention, calls = model["attention"], []
-            before = attention.kept
-
-            def follow(heads, attention=attention, calls=calls):
-                calls.append(heads)
-                new = slopes[heads]
-                attention.num_heads = len(heads)
-                attention.kept = nn.Parameter(new, False) if isinstance(attention.kept, nn.Parameter) else new
-
-            zr.convert(model, process_group=group, segments=[segment(attention, follow)])
-            assert attention.kept is before and attention.num_heads == HERE
-            assert calls[-1] == list(range(rank * HERE, (rank + 1) * HERE)), "its last call is that of today"
-
-    run_ranks(check, 2)
-
-
-def test_a_registered_module_with_sinks_stays_even(run_ranks, monkeypatch):
-    monkeypatch.setattr(known_modules, "_adapters", dict(known_modules._adapters))
-
-    def check(rank, group):
-        register_segments(
-            Attention,
-            lambda module: zr.Segment(
-                [module.qkv],
-                module.out,
-                HEAD,
-                parts=3,
-                kind="heads",
-                on_change=lambda heads: setattr(module, "num_heads", 1),
-            ),
-        )
-        model = attention_with(OF_HEADS["sinks"], group)
-        zr.convert(model, process_group=group)
-        assert "attention.kept, of shape [4]" in balanced_layers(model)["attention.out"].stays_even
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_a_tensor_of_single_heads_is_refused_before_shapes_fail(rank, group):
+    for make in OF_HEADS:
+        with pytest.raises(ValueError, match=r"0\.kept.*does not follow them: (on_change must|parameters)"):
+            convert_holding(make(), group)
+    for make in OF_ALL:
+        convert_holding(make(), group)

@@ -2,38 +2,15 @@
 
 import pytest
 import torch.distributed as dist
-from helpers.dtensor_models import ATTENTION, adamw, mesh_of, split, train, whole_model
+from helpers.dtensor_models import ATTENTION, adamw, split, train, whole_model
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroresize as zr
-from zeroresize.conversion import balanced_layers
 from zeroresize.layers.local_parts import local_of
 
 pytestmark = pytest.mark.slow
 
 EXACT = zr.BalanceConfig(mode="exact")
-
-
-def test_a_head_tied_to_the_embedding_is_left_alone_and_the_rest_moves(run_ranks):
-    def tied():
-        model = whole_model()
-        model.head.weight = model.embed.weight
-        return model
-
-    whole = tied()
-    expected = train(whole, adamw(whole), 4)
-
-    def check(rank, group):
-        model = split(tied(), mesh_of())
-        model.head.weight = model.embed.weight  # parallelize_module has made two of it
-        zr.convert(model, segments=ATTENTION)
-        optimizer = adamw(model)
-        balancer = zr.Balancer(model, optimizer, EXACT)
-        assert "head" not in balanced_layers(model) and model.head.weight is model.embed.weight
-        values = train(model, optimizer, 4, lambda step: balancer.move((3, 1) if step < 2 else (1, 1)))
-        assert values == pytest.approx(expected, abs=1e-9)
-
-    run_ranks(check, 2)
 
 
 @pytest.mark.few(1)

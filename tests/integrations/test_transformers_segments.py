@@ -2,9 +2,9 @@
 
 import pytest
 from helpers.hosts import DEPTH, HEADS, HIDDEN, KINDS, KV_HEADS, MLP, build, compute, split
+from helpers.on_ranks import on_ranks
 from helpers.parallel_layers import assert_any_owner_computes_the_same
 from helpers.segments import convert_and_find
-from torch import nn
 
 import zeroresize as zr
 from zeroresize.conversion import balanced_layers
@@ -12,7 +12,6 @@ from zeroresize.integrations.find_segments import find_segments
 
 pytestmark = pytest.mark.slow
 
-OFF = zr.BalanceConfig(mode="off")
 HEAD = HIDDEN // HEADS
 GROUPS = HEADS // KV_HEADS
 HEADS_OF = {
@@ -22,70 +21,42 @@ HEADS_OF = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_layer_is_in_a_segment_of_heads_or_of_neurons_and_any_owner_computes_the_same(run_ranks, kind):
-    def check(rank, group):
-        model = split(build(kind), group)
-        segments, reasons = convert_and_find(model, group)
-        layers = balanced_layers(model)
-        assert reasons == {} and sorted(name for one in segments for name in one.layers) == sorted(layers)
-        assert len(segments) == 2 * DEPTH
-        name_of_units, num_units, rows_of_columns, rows_of_row = HEADS_OF[kind]
-        for attention, mlp in zip(segments[::2], segments[1::2], strict=True):
-            weights = [one for one in attention.tensors if one.attribute == "weight"]
-            assert attention.kind == name_of_units and len(attention.owned.owners) == num_units
-            assert [one.rows for one in weights] == [*rows_of_columns, (rows_of_row,)]
-            assert mlp.kind == "neurons" and len(mlp.owned.owners) == MLP
-            assert {one.rows for one in mlp.tensors} == {(1,)}
-            for segment in (attention, mlp):
-                *columns, row = segment.layers
-                assert segment.name == row and not layers[row].is_column_parallel
-                assert segment.min_units == 0 and segment.quantum == 1
-                assert [one.dim for one in segment.tensors] == [0] * (len(segment.tensors) - 1) + [1]
-                biases = [one.name for one in segment.tensors if one.attribute == "bias"]
-                assert biases == [f"{name}.bias" for name in columns if layers[name].bias is not None]
-        assert_any_owner_computes_the_same(model, segments, compute(kind), group)
-        if kind in ("ViT", "Bert", "Llama", "GPT2"):
-            model = split(build(kind, "eager"), group)
-            assert_any_owner_computes_the_same(model, convert_and_find(model, group)[0], compute(kind), group)
-
-    run_ranks(check, 2)
+@on_ranks(2, [(kind,) for kind in KINDS], timeout_s=120)
+def test_every_layer_is_in_a_segment_of_heads_or_of_neurons_and_any_owner_computes_the_same(rank, group, kind):
+    model = split(build(kind), group)
+    segments, reasons = convert_and_find(model, group)
+    layers = balanced_layers(model)
+    assert reasons == {} and sorted(name for one in segments for name in one.layers) == sorted(layers)
+    assert len(segments) == 2 * DEPTH
+    name_of_units, num_units, rows_of_columns, rows_of_row = HEADS_OF[kind]
+    for attention, mlp in zip(segments[::2], segments[1::2], strict=True):
+        weights = [one for one in attention.tensors if one.attribute == "weight"]
+        assert attention.kind == name_of_units and len(attention.owned.owners) == num_units
+        assert [one.rows for one in weights] == [*rows_of_columns, (rows_of_row,)]
+        assert mlp.kind == "neurons" and len(mlp.owned.owners) == MLP
+        assert {one.rows for one in mlp.tensors} == {(1,)}
+        for segment in (attention, mlp):
+            *columns, row = segment.layers
+            assert segment.name == row and not layers[row].is_column_parallel
+            assert segment.min_units == 0 and segment.quantum == 1
+            assert [one.dim for one in segment.tensors] == [0] * (len(segment.tensors) - 1) + [1]
+            biases = [one.name for one in segment.tensors if one.attribute == "bias"]
+            assert biases == [f"{name}.bias" for name in columns if layers[name].bias is not None]
+    assert_any_owner_computes_the_same(model, segments, compute(kind), group)
+    if kind in ("ViT", "Bert", "Llama", "GPT2"):
+        model = split(build(kind, "eager"), group)
+        assert_any_owner_computes_the_same(model, convert_and_find(model, group)[0], compute(kind), group)
 
 
-def test_what_was_changed_stays_even_with_the_reason(run_ranks):
-    def check(rank, group):
-        model = split(build("Bert"), group)
-        first, second = model.encoder.layer
-        first.intermediate.intermediate_act_fn = nn.Softmax(-1)
-        second.attention.self.register_forward_hook(lambda module, inputs, outputs: (outputs[0].softmax(-1),))
-        segments, reasons = convert_and_find(model, group)
-        names = [segment.name for segment in segments]
-        assert names == ["encoder.layer.0.attention.output.dense", "encoder.layer.1.output.dense"]
-        assert set(reasons) == {
-            "encoder.layer.0.intermediate.dense",
-            "encoder.layer.0.output.dense",
-            *(f"encoder.layer.1.attention.self.{one}" for one in ("query", "key", "value")),
-            "encoder.layer.1.attention.output.dense",
-        }
-        assert "not known to be element-wise" in reasons["encoder.layer.0.output.dense"]
-        assert "BertSdpaSelfAttention has a forward hook" in reasons["encoder.layer.1.attention.self.key"]
-
-    run_ranks(check, 2)
-
-
-def test_a_layer_that_is_not_converted_keeps_its_segment_even(run_ranks):
-    def check(rank, group):
-        model = split(build("ViT"), group)
-        zr.convert(
-            model,
-            process_group=group,
-            module_filter_fn=lambda layer, name: not name.endswith("0.attention.attention.key"),
-        )
-        segments, reasons = find_segments(model, balanced_layers(model), 2)
-        assert len(segments) == 3
-        assert set(reasons) == {
-            f"encoder.layer.0.attention.{layer}" for layer in ("attention.query", "attention.value", "output.dense")
-        }
-        assert all("attention.key, of the same segment, is not converted" in one for one in reasons.values())
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_a_layer_that_is_not_converted_keeps_its_segment_even(rank, group):
+    model = split(build("ViT"), group)
+    zr.convert(
+        model, process_group=group, module_filter_fn=lambda layer, name: not name.endswith("0.attention.attention.key")
+    )
+    segments, reasons = find_segments(model, balanced_layers(model), 2)
+    assert len(segments) == 3
+    assert set(reasons) == {
+        f"encoder.layer.0.attention.{layer}" for layer in ("attention.query", "attention.value", "output.dense")
+    }
+    assert all("attention.key, of the same segment, is not converted" in one for one in reasons.values())

@@ -2,16 +2,13 @@
 
 import pytest
 import torch
-from helpers.processes import for_each
 from helpers.transformers_models import (
     DECODERS,
     IS_5,
     batch,
     split_by_plan,
-    split_by_styles,
     train,
     whole_decoder,
-    whole_encoder,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grad_norm_
@@ -81,24 +78,6 @@ def test_a_decoder_that_was_split_when_loaded_trains_as_whole_and_is_saved_whole
     with torch.no_grad():
         drift = 1e-9 if kind != "qwen3" or IS_5 else 1e-2
         assert reloaded(**batch(7)).loss.item() == pytest.approx(loss, abs=drift)
-
-
-def test_a_model_from_a_configuration_that_torch_has_split_trains_as_whole(run_ranks):
-    makers = {"llama": whole_decoder, "bert": whole_encoder}
-    expected = {}
-    for kind, make in makers.items():
-        whole = make(kind)
-        expected[kind] = train(whole, torch.optim.AdamW(whole.parameters(), lr=1e-2), 6, clip_grad_norm_, kind)
-
-    @for_each(makers.items())
-    def check(rank, group, kind, make):
-        model = split_by_styles(make(kind), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
-        zr.convert(model)
-        assert kinds_of_units(model) == (["KV groups", "neurons"] if kind == "llama" else ["heads", "neurons"])
-        values, _ = trained_with_moves(model, kind)
-        assert values == pytest.approx(expected[kind], abs=1e-9)
-
-    run_ranks(check, 2)
 
 
 def test_gpt2_cannot_be_split_by_torch_and_is_told_so(run_ranks):

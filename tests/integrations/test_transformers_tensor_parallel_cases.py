@@ -7,7 +7,6 @@ from helpers.transformers_models import split_by_plan, train, whole_decoder
 from torch.nn.utils import clip_grad_norm_
 
 import zeroresize as zr
-from zeroresize.conversion import balanced_layers
 
 pytestmark = pytest.mark.slow
 
@@ -22,36 +21,6 @@ def saved_decoder(kind, folder, *, is_tied=False):
         whole.tie_weights()
     whole.save_pretrained(folder)
     return whole.eval()
-
-
-def words(seed=3, num_words=10):
-    return torch.randint(64, (1, num_words), generator=torch.Generator().manual_seed(seed))
-
-
-def moved(model, shares):
-    """The model's balancer, with units divided so."""
-    balancer = zr.Balancer(model, torch.optim.SGD(model.parameters(), lr=0.0), EXACT)
-    balancer.move(shares)
-    return balancer
-
-
-def test_logits_of_a_tied_decoder_are_those_of_one_process_at_home_and_away(run_ranks, tmp_path):
-    whole = saved_decoder("llama", tmp_path / "whole", is_tied=True)
-    with torch.no_grad():
-        expected = whole(words()).logits
-
-    def check(rank, group):
-        host, model = (split_by_plan(tmp_path / "whole", rank).eval() for _ in range(2))
-        zr.convert(model)
-        assert "lm_head" not in balanced_layers(model)
-        with torch.no_grad():
-            assert torch.equal(model(words()).logits, host(words()).logits)
-            balancer = moved(model, (3, 1))
-            torch.testing.assert_close(model(words()).logits, expected, atol=1e-6, rtol=0)
-            balancer.close(at_home=True)
-            assert torch.equal(model(words()).logits, host(words()).logits)
-
-    run_ranks(check, 2)
 
 
 @pytest.mark.parametrize("mode", ["mig", "zero-rd"])

@@ -117,25 +117,3 @@ def test_it_trains_as_without_us_and_goes_on_from_the_middle_of_an_episode(run_r
         reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder).double()
         with torch.no_grad():
             assert reloaded(**batch(7)).loss.item() == pytest.approx(loss, abs=1e-9), folder
-
-
-def test_without_our_folder_the_balancer_begins_anew_and_says_so(run_ranks, tmp_path):
-    import shutil
-
-    from helpers.processes import caught_log_lines
-
-    whole_decoder("llama").save_pretrained(tmp_path / "whole")
-
-    def check(rank, group):
-        with as_rank(rank, 2):
-            balanced(rank, tmp_path / "whole", tmp_path / "ours", max_steps=SAVED_AT)
-            if rank == 0:
-                shutil.rmtree(tmp_path / "ours" / f"checkpoint-{SAVED_AT}" / "zeroresize")
-            torch.distributed.barrier()
-            saved = str(tmp_path / "ours" / f"checkpoint-{SAVED_AT}")
-            with caught_log_lines() as lines:
-                _, widths, _, _ = balanced(rank, tmp_path / "whole", tmp_path / "ours", saved, max_steps=5)
-        assert any("the balancer begins anew" in line for line in lines)
-        assert widths == [32]
-
-    run_ranks(check, 2, timeout_s=110)

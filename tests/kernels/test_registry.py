@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from helpers.on_ranks import on_ranks
 from helpers.processes import instances_of
 from helpers.virtual_training import FEATURES, Pair, Run
 
@@ -92,21 +93,18 @@ def test_whoever_does_not_ask_for_more_takes_a_fused_product_for_one_multiplicat
     assert heard.calls == ["product", "gemm", "end of gemm", "end of product"]
 
 
-def test_fused_products_of_a_straggler_are_slowed(run_ranks):
-    def train(rank, group):
-        kernels.register(FUSED, device_type="cpu", dtype=torch.float64)
-        model = Pair(group).double()
-        slowed = {}
-        for scope in ("gemm", "all"):
-            slow = SlowLayers([model.up, model.down], scope)
-            slow.chi = 2.0
-            with slow:
-                model(torch.randn(8, FEATURES, dtype=torch.float64)).sum().backward()
-            slowed[scope] = slow.num_products
-        return slowed
-
-    # Forward, dx and dw of two layers, but dx of the first, whose input nobody asks the gradient of.
-    assert run_ranks(train, 2) == [{"gemm": 5, "all": 15}] * 2
+@on_ranks(2)
+def test_fused_products_of_a_straggler_are_slowed(rank, group):
+    kernels.register(FUSED, device_type="cpu", dtype=torch.float64)
+    model = Pair(group).double()
+    slowed = {}
+    for scope in ("gemm", "all"):
+        slow = SlowLayers([model.up, model.down], scope)
+        slow.chi = 2.0
+        with slow:
+            model(torch.randn(8, FEATURES, dtype=torch.float64)).sum().backward()
+        slowed[scope] = slow.num_products
+    assert slowed == {"gemm": 5, "all": 15}
 
 
 @pytest.mark.slow

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from helpers.compiled import HIDDEN, assert_same_training, batch, compiled, feed_forwards, train, weights_of
+from helpers.on_ranks import gathered, on_ranks
 from helpers.parallel_layers import equal_loans, lend
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
-from torch.utils.checkpoint import checkpoint
 
 import zeroresize as zr
 from zeroresize.kernels.probe import ProductProbe
@@ -41,61 +41,57 @@ class Counts(ProductProbe):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_changed_plans_compile_nothing_and_results_are_those_of_the_layers(run_ranks, backend):
-    def check(rank, group):
-        torch._dynamo.reset()
-        x, outcomes = batch(), []
-        for compiles in (False, True):
-            model = feed_forwards(group)
-            call, counter = compiled(model, backend) if compiles else (model, None)
-            probe, seen = Counts(), []
-            layer = model[1].down
-            layer.probes.add_outermost(probe)
-            layer.watch_input = lambda x, seen=seen: seen.append(x.sum().item())
-            layer.watch_forward = lambda *what, seen=seen: seen.append(what)
-            layer.watch_start = lambda _, seen=seen: seen.append("start")
-            plans = [(1, "zero"), (2, "average"), (0, "zero"), (3, "zero")]
-            losses = train(call, model, 5, x, lambda step, model=model, plans=plans: prune(model, *plans[step % 4]))
-            counts = probe.begun, probe.ended, probe.gemms, layer.num_tokens, layer.num_forwards
-            outcomes.append(((losses, weights_of(model)), seen, counts))
-        assert counter.frame_count == 1
-        assert counts == (15, 15, 15, 50, 5)
-        (expected, watched, expected_counts), (computed, seen, counts) = outcomes
-        assert counts == expected_counts
-        assert seen == watched or backend != "aot_eager"
-        assert_same_training(computed, expected, backend)
-        return computed[0]
-
-    first, second = run_ranks(check, 2, timeout_s=110)
+@on_ranks(2, timeout_s=110)
+def test_changed_plans_compile_nothing_and_results_are_those_of_the_layers(rank, group, *, backend):
+    torch._dynamo.reset()
+    x, outcomes = batch(), []
+    for compiles in (False, True):
+        model = feed_forwards(group)
+        call, counter = compiled(model, backend) if compiles else (model, None)
+        probe, seen = Counts(), []
+        layer = model[1].down
+        layer.probes.add_outermost(probe)
+        layer.watch_input = lambda x, seen=seen: seen.append(x.sum().item())
+        layer.watch_forward = lambda *what, seen=seen: seen.append(what)
+        layer.watch_start = lambda _, seen=seen: seen.append("start")
+        plans = [(1, "zero"), (2, "average"), (0, "zero"), (3, "zero")]
+        losses = train(call, model, 5, x, lambda step, model=model, plans=plans: prune(model, *plans[step % 4]))
+        counts = probe.begun, probe.ended, probe.gemms, layer.num_tokens, layer.num_forwards
+        outcomes.append(((losses, weights_of(model)), seen, counts))
+    assert counter.frame_count == 1
+    assert counts == (15, 15, 15, 50, 5)
+    (expected, watched, expected_counts), (computed, seen, counts) = outcomes
+    assert counts == expected_counts
+    assert seen == watched or backend != "aot_eager"
+    assert_same_training(computed, expected, backend)
+    first, second = gathered(group, computed[0])
     assert first == second and len(set(first)) == 5
 
 
 @pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_moves_compile_twice_at_most_and_leave_the_losses(run_ranks, backend):
+@on_ranks(2, timeout_s=110)
+def test_moves_compile_twice_at_most_and_leave_the_losses(rank, group, *, backend):
     shares = [(3, 1), (1, 3), (1, 1), (2, 1), (1, 2), (1, 1)]
 
-    def check(rank, group):
-        torch._dynamo.reset()
-        outcomes = []
-        for compiles in (False, True):
-            model = feed_forwards(group)
-            call, counter = compiled(model, backend) if compiles else (model, None)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-            balancer = zr.Balancer(model, optimizer, zr.BalanceConfig(mode="exact"))
-            sizes = []
+    torch._dynamo.reset()
+    outcomes = []
+    for compiles in (False, True):
+        model = feed_forwards(group)
+        call, counter = compiled(model, backend) if compiles else (model, None)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        balancer = zr.Balancer(model, optimizer, zr.BalanceConfig(mode="exact"))
+        sizes = []
 
-            def after(step, model=model, balancer=balancer, sizes=sizes):
-                balancer.step()
-                balancer.move(shares[step])
-                sizes.append(model[0].up.weight.shape[0])
+        def after(step, model=model, balancer=balancer, sizes=sizes):
+            balancer.step()
+            balancer.move(shares[step])
+            sizes.append(model[0].up.weight.shape[0])
 
-            outcomes.append(train(call, model, 6, batch(), after, optimizer))
-            balancer.close()
-        return outcomes, sizes, counter.frame_count
-
-    results = run_ranks(check, 2, timeout_s=110)
+        outcomes.append(train(call, model, 6, batch(), after, optimizer))
+        balancer.close()
+    results = gathered(group, (outcomes, sizes, counter.frame_count))
     for (expected, losses), _, num_compilations in results:
         assert num_compilations <= 3
         assert losses == (expected if backend == "aot_eager" else pytest.approx(expected, rel=1e-12))
@@ -103,77 +99,42 @@ def test_moves_compile_twice_at_most_and_leave_the_losses(run_ranks, backend):
     assert len(set(results[0][1])) == 5
 
 
-def test_graphs_keep_the_order_of_products(run_ranks):
+@on_ranks(2, timeout_s=110)
+def test_graphs_keep_the_order_of_products(rank, group):
     """Also of those that do not need each other, as ranks with other shapes might order them otherwise."""
 
-    def check(rank, group):
-        torch._dynamo.reset()
-        graphs = []
+    torch._dynamo.reset()
+    graphs = []
 
-        def keep(graph, inputs):
-            graphs.append([str(node.target) + str(node.args) for node in graph.graph.nodes])
-            return graph.forward
+    def keep(graph, inputs):
+        graphs.append([str(node.target) + str(node.args) for node in graph.graph.nodes])
+        return graph.forward
 
-        model = feed_forwards(group)[:1]
-        torch.compile(model, backend=aot_autograd(fw_compiler=keep), fullgraph=True)(batch()).sum().backward()
-        return [sum("with_effects" in node and "zeroresize" in node for node in graph) for graph in graphs]
-
-    assert run_ranks(check, 2, timeout_s=110) == [[3, 3]] * 2
+    model = feed_forwards(group)[:1]
+    torch.compile(model, backend=aot_autograd(fw_compiler=keep), fullgraph=True)(batch()).sum().backward()
+    assert [sum("with_effects" in node and "zeroresize" in node for node in graph) for graph in graphs] == [3, 3]
 
 
 @pytest.mark.slow
-def test_what_is_not_asked_for_is_not_computed(run_ranks):
-    """Frozen weights, an x without gradient, an evaluation, no bias, recomputed forwards."""
-
-    def check(rank, group):
-        torch._dynamo.reset()
-        outcomes = []
-        for compiles in (False, True):
-            model = feed_forwards(group)
-            model[0].gate.weight.requires_grad_(False)
-            model[1].up.bias = None
-            prune(model, 1)
-            first, second = (compiled(one)[0] if compiles else one for one in model)
-            probe = Counts()
-            model[0].gate.probes.add_outermost(probe)
-            y = checkpoint(second, first(batch()), use_reentrant=False)
-            y.sum().backward()
-            numbers = [probe.begun, model[1].down.num_recomputations]
-            gradients = [one.grad for one in model.parameters()]
-            model.eval()
-            evaluated = nn.Sequential(first, second)(batch())
-            outcomes.append((y.detach(), evaluated.detach(), gradients, numbers))
-        (y, evaluated, gradients, numbers), (ours, ours_evaluated, our_gradients, our_numbers) = outcomes
-        assert torch.equal(y, ours) and torch.equal(evaluated, ours_evaluated) and not torch.equal(y, evaluated)
-        assert numbers == our_numbers == [1, 1]
-        for expected, gradient in zip(gradients, our_gradients, strict=True):
-            assert gradient is expected is None or torch.equal(gradient, expected)
-
-    run_ranks(check, 2, timeout_s=110)
-
-
-@pytest.mark.slow
-def test_a_backward_follows_the_plan_of_its_forward(run_ranks):
-    def check(rank, group):
-        torch._dynamo.reset()
-        gradients = []
-        for num_changes in (0, 7, 9):
-            model = feed_forwards(group)
-            prune(model, 2)
-            call, _ = compiled(model)
-            y = call(batch())
-            for number in range(num_changes):
-                prune(model, 1 + number % 2)
-                call(batch())
-            if num_changes == 9:
-                with pytest.raises(RuntimeError, match=r"more than 8 changes of plan.*before balancer.step"):
-                    y.sum().backward()
-            else:
+@on_ranks(2, timeout_s=110)
+def test_a_backward_follows_the_plan_of_its_forward(rank, group):
+    torch._dynamo.reset()
+    gradients = []
+    for num_changes in (0, 7, 9):
+        model = feed_forwards(group)
+        prune(model, 2)
+        call, _ = compiled(model)
+        y = call(batch())
+        for number in range(num_changes):
+            prune(model, 1 + number % 2)
+            call(batch())
+        if num_changes == 9:
+            with pytest.raises(RuntimeError, match=r"more than 8 changes of plan.*before balancer.step"):
                 y.sum().backward()
-                gradients.append(model[0].gate.weight.grad)
-        assert torch.equal(*gradients)
-
-    run_ranks(check, 2, timeout_s=110)
+        else:
+            y.sum().backward()
+            gradients.append(model[0].gate.weight.grad)
+    assert torch.equal(*gradients)
 
 
 def layers_of(model):
@@ -209,49 +170,45 @@ def train_with_loans(model, group, call, transport="broadcast-reduce"):
         pytest.param("inductor", "broadcast-reduce", False, marks=pytest.mark.slow),
     ],
 )
+@on_ranks(2, timeout_s=110)
 def test_loans_that_begin_and_end_compile_nothing_and_results_are_those_of_the_layers(
-    run_ranks, backend, transport, is_cast
+    rank, group, *, backend, transport, is_cast
 ):
-    def check(rank, group):
-        torch._dynamo.reset()
-        outcomes = []
-        for compiles in (False, True):
-            model = feed_forwards(group)
-            model = model.float() if is_cast else model
-            call, counter = compiled(model, backend) if compiles else (model, None)
-            with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
-                outcomes.append(train_with_loans(model, group, call, transport))
-        assert counter.frame_count == 1
-        (expected, held), (computed, our_held) = outcomes
-        assert any(our_held) and all(ours <= most for ours, most in zip(our_held, held, strict=True))
-        assert_same_training(computed, expected, backend)
-        return computed[0]
-
-    first, second = run_ranks(check, 2, timeout_s=110)
+    torch._dynamo.reset()
+    outcomes = []
+    for compiles in (False, True):
+        model = feed_forwards(group)
+        model = model.float() if is_cast else model
+        call, counter = compiled(model, backend) if compiles else (model, None)
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+            outcomes.append(train_with_loans(model, group, call, transport))
+    assert counter.frame_count == 1
+    (expected, held), (computed, our_held) = outcomes
+    assert any(our_held) and all(ours <= most for ours, most in zip(our_held, held, strict=True))
+    assert_same_training(computed, expected, backend)
+    first, second = gathered(group, computed[0])
     assert first == second and len(set(first)) == 7
 
 
 @pytest.mark.slow
-def test_a_graph_tells_weights_that_changed_while_they_were_lent_and_forwards_that_were_copied(run_ranks):
-    def check(rank, group):
-        torch._dynamo.reset()
-        model = feed_forwards(group)
-        config = zr.BalanceConfig(mode="mig", ratio=0.5, ranks=[0])
-        balancer = zr.Balancer(model, torch.optim.AdamW(model.parameters()), config)
-        call, _ = compiled(model)
-        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
-            y = call(batch())
-        with pytest.raises(RuntimeError, match=r"layer 1\.down: hooks of saved tensors have copied"):
-            y.sum().backward()
-        changed, lent = r"weight of layer 0\.gate changed after its columns were lent", model[0].gate.weight
-        model[0].gate.weight = nn.Parameter(lent.detach().clone())
-        with pytest.raises(RuntimeError, match=changed):
-            call(batch())
-        model[0].gate.weight = lent
-        with torch.no_grad():
-            lent.mul_(2.0)
-        with pytest.raises(RuntimeError, match=changed):
-            call(batch())
-        balancer.close()
-
-    run_ranks(check, 2, timeout_s=110)
+@on_ranks(2, timeout_s=110)
+def test_a_graph_tells_weights_that_changed_while_they_were_lent_and_forwards_that_were_copied(rank, group):
+    torch._dynamo.reset()
+    model = feed_forwards(group)
+    config = zr.BalanceConfig(mode="mig", ratio=0.5, ranks=[0])
+    balancer = zr.Balancer(model, torch.optim.AdamW(model.parameters()), config)
+    call, _ = compiled(model)
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
+        y = call(batch())
+    with pytest.raises(RuntimeError, match=r"layer 1\.down: hooks of saved tensors have copied"):
+        y.sum().backward()
+    changed, lent = r"weight of layer 0\.gate changed after its columns were lent", model[0].gate.weight
+    model[0].gate.weight = nn.Parameter(lent.detach().clone())
+    with pytest.raises(RuntimeError, match=changed):
+        call(batch())
+    model[0].gate.weight = lent
+    with torch.no_grad():
+        lent.mul_(2.0)
+    with pytest.raises(RuntimeError, match=changed):
+        call(batch())
+    balancer.close()

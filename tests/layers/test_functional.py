@@ -9,6 +9,7 @@ import itertools
 import pytest
 import torch
 from helpers import parallel_layers
+from helpers.on_ranks import on_ranks
 from helpers.parallel_layers import plan_keeping
 from helpers.processes import for_each
 from hypothesis import given, settings
@@ -18,6 +19,8 @@ from torch.testing import assert_close
 from zeroresize.kernels.probe import Probes
 from zeroresize.layers.functional import LastGradients, ProductContext, column_parallel_products, row_parallel_products
 from zeroresize.plan.layer import LayerPlan
+
+pytestmark = pytest.mark.same_ranks
 
 KINDS = ("column", "row")
 LEADING_SHAPES = [(), (1,), (7,), (5, 3), (2, 3, 5)]
@@ -88,30 +91,27 @@ def test_products_and_gradients_equal_the_formulas(run_ranks, num_ranks):
     run_ranks(check, num_ranks)
 
 
-def test_same_imputes_what_this_rank_computed_in_its_previous_backward(run_ranks):
+@on_ranks(2, [(kind,) for kind in KINDS])
+def test_same_imputes_what_this_rank_computed_in_its_previous_backward(rank, group, kind):
     """Also across a change of plan, and beginning again after a change of shape."""
 
-    @for_each([(kind,) for kind in KINDS])
-    def check(rank, group, kind):
-        last = LastGradients()
-        before = [(None, None), (None, None)]  # dx and dw of the previous step by rank
-        for step, (keeps, leading) in enumerate(
-            [([[0, 3], [2]], (7,)), ([[0, 3], [2]], (7,)), ([[1], [0, 4]], (7,)), ([[1], [0, 4]], (2, 3))]
-        ):
-            case = Case(kind, keeps, leading, imputation="same", seed=100 * step)
-            if step == 3:
-                before = [(None, dw_NK) for _, dw_NK in before]  # dx has another shape, dw has not
-            expected = [case.expected(other, before[other]) for other in range(2)]
-            y, dx, *rest = expected[rank]
-            if kind == "column":
-                dx = sum(own_dx for _, own_dx, *_ in expected)
-            computed = case.computed(rank, group, last)
-            assert_all_close(computed, (y, dx, *rest))
-            for gradient in computed[1:]:
-                gradient.zero_()  # as clipping may change it: what the next step imputes must not notice
-            before = [(own_dx, dw_NK) for _, own_dx, dw_NK, _ in expected]
-
-    run_ranks(check, 2)
+    last = LastGradients()
+    before = [(None, None), (None, None)]  # dx and dw of the previous step by rank
+    for step, (keeps, leading) in enumerate(
+        [([[0, 3], [2]], (7,)), ([[0, 3], [2]], (7,)), ([[1], [0, 4]], (7,)), ([[1], [0, 4]], (2, 3))]
+    ):
+        case = Case(kind, keeps, leading, imputation="same", seed=100 * step)
+        if step == 3:
+            before = [(None, dw_NK) for _, dw_NK in before]  # dx has another shape, dw has not
+        expected = [case.expected(other, before[other]) for other in range(2)]
+        y, dx, *rest = expected[rank]
+        if kind == "column":
+            dx = sum(own_dx for _, own_dx, *_ in expected)
+        computed = case.computed(rank, group, last)
+        assert_all_close(computed, (y, dx, *rest))
+        for gradient in computed[1:]:
+            gradient.zero_()  # as clipping may change it: what the next step imputes must not notice
+        before = [(own_dx, dw_NK) for _, own_dx, dw_NK, _ in expected]
 
 
 def test_any_shape_and_any_kept_columns(run_ranks):
@@ -126,49 +126,42 @@ def test_any_shape_and_any_kept_columns(run_ranks):
     run_ranks(lambda rank, group: check(group), 1)
 
 
-def test_operands_in_any_memory_layout(run_ranks):
-    @for_each(itertools.product(KINDS, (True, False)))
-    def check(rank, group, kind, has_plan):
-        case = Case(kind, [[0, 3] if has_plan else range(5)], (2, 3))
-        case.plan = lambda rank: plan_keeping([0, 3], 5) if has_plan else None
-        layouts = {
-            "transposed": lambda t: t.transpose(0, -1).contiguous().transpose(0, -1),
-            "every second": lambda t: t.repeat_interleave(2, dim=-1)[..., ::2],
-        }
-        for layout in layouts.values():
-            x, dy = layout(case.x[0]), layout(case.dy[0])
-            assert not x.is_contiguous() and not dy.is_contiguous()
-            assert_all_close(case.computed(0, group, x=x.detach(), dy=dy), case.expected(0))
+@on_ranks(1, itertools.product(KINDS, (True, False)))
+def test_operands_in_any_memory_layout(rank, group, kind, has_plan):
+    case = Case(kind, [[0, 3] if has_plan else range(5)], (2, 3))
+    case.plan = lambda rank: plan_keeping([0, 3], 5) if has_plan else None
+    layouts = {
+        "transposed": lambda t: t.transpose(0, -1).contiguous().transpose(0, -1),
+        "every second": lambda t: t.repeat_interleave(2, dim=-1)[..., ::2],
+    }
+    for layout in layouts.values():
+        x, dy = layout(case.x[0]), layout(case.dy[0])
+        assert not x.is_contiguous() and not dy.is_contiguous()
+        assert_all_close(case.computed(0, group, x=x.detach(), dy=dy), case.expected(0))
 
-        case.dy[0] = torch.ones(1, 1, 1, dtype=torch.float64).expand(2, 3, 4)  # what sum().backward() makes
-        assert_all_close(case.computed(0, group), case.expected(0))
-
-    run_ranks(check, 1)
+    case.dy[0] = torch.ones(1, 1, 1, dtype=torch.float64).expand(2, 3, 4)  # what sum().backward() makes
+    assert_all_close(case.computed(0, group), case.expected(0))
 
 
-def test_a_second_derivative_is_an_error_not_a_wrong_number(run_ranks):
-    def differentiate_twice(rank, group):
-        x, w = (torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
-        y = column_parallel_products(x, w, None, ProductContext(None, group, Probes()))
-        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            dx.sum().backward()
-
-    run_ranks(differentiate_twice, 2)
+@on_ranks(2)
+def test_a_second_derivative_is_an_error_not_a_wrong_number(rank, group):
+    x, w = (torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    y = column_parallel_products(x, w, None, ProductContext(None, group, Probes()))
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
 
 
-def test_an_overflow_is_not_remembered_for_columns_that_take_the_same_values(run_ranks):
-    def train(rank, group):
-        last, plan = LastGradients(), LayerPlan.from_pruned(torch.tensor([1, 3]), 4, imputation="same")
-        x, w = torch.randn(5, 4), torch.randn(3, 4, requires_grad=True)
+@on_ranks(2)
+def test_an_overflow_is_not_remembered_for_columns_that_take_the_same_values(rank, group):
+    last, plan = LastGradients(), LayerPlan.from_pruned(torch.tensor([1, 3]), 4, imputation="same")
+    x, w = torch.randn(5, 4), torch.randn(3, 4, requires_grad=True)
 
-        def backward(plan, dy):
-            w.grad = None
-            column_parallel_products(x, w, None, ProductContext(plan, group, Probes(), last)).backward(dy)
-            return w.grad.clone()
+    def backward(plan, dy):
+        w.grad = None
+        column_parallel_products(x, w, None, ProductContext(plan, group, Probes(), last)).backward(dy)
+        return w.grad.clone()
 
-        good = backward(None, torch.ones(5, 3))
-        backward(None, torch.full((5, 3), float("inf")))
-        return torch.equal(backward(plan, torch.zeros(5, 3))[:, [1, 3]], good[:, [1, 3]])
-
-    assert run_ranks(train, 2) == [True, True]
+    good = backward(None, torch.ones(5, 3))
+    backward(None, torch.full((5, 3), float("inf")))
+    assert torch.equal(backward(plan, torch.zeros(5, 3))[:, [1, 3]], good[:, [1, 3]])

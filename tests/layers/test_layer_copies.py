@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from helpers.processes import for_each
+from helpers.on_ranks import on_ranks
 from helpers.virtual_training import Run
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
@@ -48,7 +48,8 @@ def gradients(model, x):
 
 
 @pytest.mark.slow
-def test_a_copy_is_whole_and_in_no_balancers_hands(run_ranks):
+@on_ranks(2, zip(CONFIGS, (*COPIES, "deepcopy"), strict=True))
+def test_a_copy_is_whole_and_in_no_balancers_hands(rank, group, config, copies):
     def check(run, group, make_copy):
         copied = make_copy(run.model)
         assert list(balanced_layers(copied)) == ["up", "down"]
@@ -61,39 +62,29 @@ def test_a_copy_is_whole_and_in_no_balancers_hands(run_ranks):
         for actual, expected in zip(gradients(copied, run.x), gradients(whole, run.x), strict=True):
             assert torch.equal(actual, expected)
 
-    @for_each(zip(CONFIGS, (*COPIES, "deepcopy"), strict=True))
-    def train(rank, group, config, copies):
-        losses = []
-        for is_copied in (False, True):
-            run = Run(group, **CONFIGS[config])
-            run.steps(4)
-            if is_copied:
-                check(run, group, COPIES[copies])
-            losses.append(run.steps(4))
-        assert losses[0] == losses[1], "the model itself goes on as if it had not been copied"
-
-    run_ranks(train, 2)
+    losses = []
+    for is_copied in (False, True):
+        run = Run(group, **CONFIGS[config])
+        run.steps(4)
+        if is_copied:
+            check(run, group, COPIES[copies])
+        losses.append(run.steps(4))
+    assert losses[0] == losses[1], "the model itself goes on as if it had not been copied"
 
 
-def test_weights_that_layers_share_are_shared_in_the_copy(run_ranks):
-    def check(rank, group):
-        first, second = (zr.ColumnParallelLinear(4, 8, process_group=group) for _ in range(2))
-        second.weight = first.weight
-        copied = copy.deepcopy(nn.ModuleList([first, second, first]))
-        assert copied[0].weight is copied[1].weight is not first.weight
-        assert copied[0] is copied[2]
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_weights_that_layers_share_are_shared_in_the_copy(rank, group):
+    first, second = (zr.ColumnParallelLinear(4, 8, process_group=group) for _ in range(2))
+    second.weight = first.weight
+    copied = copy.deepcopy(nn.ModuleList([first, second, first]))
+    assert copied[0].weight is copied[1].weight is not first.weight
+    assert copied[0] is copied[2]
 
 
-def test_a_model_cannot_be_pickled_and_the_error_says_what_to_save(run_ranks):
-    def check(rank, group):
-        run = Run(group, mode="mig", **FORCED)
-        for save in (pickle.dumps, lambda model: torch.save(model, io.BytesIO())):
-            with pytest.raises(
-                TypeError, match=r"ColumnParallelLinear .*process group: save model.state_dict\(\) instead"
-            ):
-                save(run.model)
-        torch.save(run.model.state_dict(), io.BytesIO())
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_a_model_cannot_be_pickled_and_the_error_says_what_to_save(rank, group):
+    run = Run(group, mode="mig", **FORCED)
+    for save in (pickle.dumps, lambda model: torch.save(model, io.BytesIO())):
+        with pytest.raises(TypeError, match=r"ColumnParallelLinear .*process group: save model.state_dict\(\) instead"):
+            save(run.model)
+    torch.save(run.model.state_dict(), io.BytesIO())

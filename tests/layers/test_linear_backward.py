@@ -3,8 +3,8 @@
 import itertools
 
 import pytest
+from helpers.on_ranks import on_ranks
 from helpers.parallel_layers import HIDDEN, IN, Comparison, PrunedPair, plan_keeping, randn, seeded_linear
-from helpers.processes import for_each
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -13,18 +13,8 @@ from zeroresize.kernels.probe import ProductProbe
 from zeroresize.layers import functional
 
 
-def test_nothing_but_x_and_w_by_reference_is_held_for_backward(run_ranks):
-    def check(rank, group):
-        pair = PrunedPair(group)
-        for layer, num_columns in [(pair.model[0], IN), (pair.model[2], HIDDEN // 2)]:
-            saved = []
-            x = randn(4, 5, num_columns).requires_grad_()
-            with saved_tensors_hooks(lambda tensor, saved=saved: saved.append(tensor) or tensor, lambda tensor: tensor):
-                y = layer(x)
-            assert sorted(t.data_ptr() for t in saved) == sorted(t.data_ptr() for t in (x, layer.weight))
-            assert sorted(t.shape for t in saved) == sorted(t.shape for t in (x, layer.weight))
-            assert not any(isinstance(value, Tensor) for node in history(y) for value in vars(node).values())
-
+@on_ranks(2)
+def test_nothing_but_x_and_w_by_reference_is_held_for_backward(rank, group):
     def history(y):
         """The Functions of the package behind ``y``, whose attributes could hold tensors as well."""
         nodes = [y.grad_fn]
@@ -34,27 +24,32 @@ def test_nothing_but_x_and_w_by_reference_is_held_for_backward(run_ranks):
             if "Products" in type(node).__name__:
                 yield node
 
-    run_ranks(check, 2)
+    pair = PrunedPair(group)
+    for layer, num_columns in [(pair.model[0], IN), (pair.model[2], HIDDEN // 2)]:
+        saved = []
+        x = randn(4, 5, num_columns).requires_grad_()
+        with saved_tensors_hooks(lambda tensor, saved=saved: saved.append(tensor) or tensor, lambda tensor: tensor):
+            y = layer(x)
+        assert sorted(t.data_ptr() for t in saved) == sorted(t.data_ptr() for t in (x, layer.weight))
+        assert sorted(t.shape for t in saved) == sorted(t.shape for t in (x, layer.weight))
+        assert not any(isinstance(value, Tensor) for node in history(y) for value in vars(node).values())
 
 
-def test_no_product_is_computed_for_what_is_frozen(run_ranks):
+@on_ranks(2, itertools.product(["column", "row"], (True, False), (True, False)))
+def test_no_product_is_computed_for_what_is_frozen(rank, group, kind, x_learns, w_learns):
     class CountGemms(ProductProbe):
         num_gemms = 0
 
         def gemm_begins(self, operands):
             self.num_gemms += 1
 
-    @for_each(itertools.product(["column", "row"], (True, False), (True, False)))
-    def check(rank, group, kind, x_learns, w_learns):
-        linear = seeded_linear()
-        linear.weight.requires_grad_(w_learns)
-        both, count = Comparison(kind, linear, group), CountGemms()
-        both.layer.probes.add_outermost(count)
-        both.forward(4, 5, x_learns=x_learns)
-        both.backward()
-        assert count.num_gemms == 1 + x_learns + w_learns
-
-    run_ranks(check, 2)
+    linear = seeded_linear()
+    linear.weight.requires_grad_(w_learns)
+    both, count = Comparison(kind, linear, group), CountGemms()
+    both.layer.probes.add_outermost(count)
+    both.forward(4, 5, x_learns=x_learns)
+    both.backward()
+    assert count.num_gemms == 1 + x_learns + w_learns
 
 
 @pytest.mark.parametrize("has_plan", [True, False])

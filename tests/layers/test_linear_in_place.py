@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.on_ranks import on_ranks
 from helpers.parallel_layers import LAYERS, Comparison, equal_loans, lend, mask, plan_keeping, randn, shard_of
 from torch import nn
 
@@ -140,11 +141,9 @@ def test_jagged_tensors_are_treated_as_by_the_unsharded_layer(run_ranks, kind, o
     run_ranks(check, num_ranks(state))
 
 
-def test_a_nested_tensor_of_another_layout_is_an_error(run_ranks):
-    def check(rank, group):
-        x = torch.nested.nested_tensor([torch.ones(3, IN), torch.ones(2, IN)], layout=torch.strided)
-        for kind in ("column", "row"):
-            with pytest.raises(ValueError, match=r"layout torch.strided: allowed are plain ones and torch.jagged"):
-                InState(kind, group, "no plan").layer(x)
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_a_nested_tensor_of_another_layout_is_an_error(rank, group):
+    x = torch.nested.nested_tensor([torch.ones(3, IN), torch.ones(2, IN)], layout=torch.strided)
+    for kind in ("column", "row"):
+        with pytest.raises(ValueError, match=r"layout torch.strided: allowed are plain ones and torch.jagged"):
+            InState(kind, group, "no plan").layer(x)

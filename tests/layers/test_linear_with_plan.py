@@ -1,43 +1,25 @@
 """Parallel layers with plans against unsharded ones with masked weights."""
 
-import itertools
-
 import torch
+from helpers.on_ranks import on_ranks
 from helpers.parallel_layers import TOLERANCES, PrunedPair, bf16_autocast
-from helpers.processes import for_each
-from torch.utils.checkpoint import checkpoint
 
 
-def test_a_pruned_pair_equals_one_with_masked_weights(run_ranks):
-    def check(rank, group):
-        for dtype in TOLERANCES:
-            pair = PrunedPair(group, dtype)
-            pair.assert_equals(pair.masked)
-        pair = PrunedPair(group)
-        with bf16_autocast():
-            pair.assert_equals(pair.masked, precision=torch.bfloat16)
-
-    run_ranks(check, 3)
+@on_ranks(3)
+def test_a_pruned_pair_equals_one_with_masked_weights(rank, group):
+    for dtype in TOLERANCES:
+        pair = PrunedPair(group, dtype)
+        pair.assert_equals(pair.masked)
+    pair = PrunedPair(group)
+    with bf16_autocast():
+        pair.assert_equals(pair.masked, precision=torch.bfloat16)
 
 
-def test_evaluation_computes_in_full_and_training_prunes_again(run_ranks):
-    def check(rank, group):
-        pair = PrunedPair(group, torch.float64)
-        for _ in range(2):
-            pair.model.eval()
-            pair.assert_equals(pair.whole)
-            pair.model.train()
-            pair.assert_equals(pair.masked)
-
-    run_ranks(check, 2)
-
-
-def test_activation_checkpointing_changes_no_gradient(run_ranks):
-    @for_each(itertools.product((True, False), ["zero", "average"]))
-    def check(rank, group, use_reentrant, imputation):
-        pair = PrunedPair(group, imputation=imputation)
-        plain = pair.gradients(pair.model, 4, 5)
-        checkpointed = pair.gradients(lambda x: checkpoint(pair.model, x, use_reentrant=use_reentrant), 4, 5)
-        assert all(torch.equal(one, other) for one, other in zip(plain, checkpointed, strict=True))
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_evaluation_computes_in_full_and_training_prunes_again(rank, group):
+    pair = PrunedPair(group, torch.float64)
+    for _ in range(2):
+        pair.model.eval()
+        pair.assert_equals(pair.whole)
+        pair.model.train()
+        pair.assert_equals(pair.masked)

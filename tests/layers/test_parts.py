@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from helpers.on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -144,12 +145,10 @@ def trained_with_moves(by, bias, rank, group):
         assert_gathers(state, {name.removesuffix(".exp_avg"): one for name, one in moments.items()})
 
 
-def test_training_moves_and_files_are_those_of_the_undivided_model(run_ranks):
-    def check(rank, group):
-        for by, bias in (("from_linear", False), ("styles", True)):
-            trained_with_moves(by, bias, rank, group)
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_training_moves_and_files_are_those_of_the_undivided_model(rank, group):
+    for by, bias in (("from_linear", False), ("styles", True)):
+        trained_with_moves(by, bias, rank, group)
 
 
 def assert_gathers(actual, expected):
@@ -166,40 +165,36 @@ def assert_gathers(actual, expected):
             dcp.save({name: actual[name]}, checkpoint_id="nowhere")
 
 
-def test_drawn_and_row_parallel_layers_hold_their_share_of_each_part(run_ranks):
-    def check(rank, group):
-        linear = nn.Linear(12, 4)
-        expected = torch.cat(
-            [linear.weight[:, rank * 2 : rank * 2 + 2], linear.weight[:, 4 + rank * 4 : 8 + rank * 4]], 1
+@on_ranks(2)
+def test_drawn_and_row_parallel_layers_hold_their_share_of_each_part(rank, group):
+    linear = nn.Linear(12, 4)
+    expected = torch.cat([linear.weight[:, rank * 2 : rank * 2 + 2], linear.weight[:, 4 + rank * 4 : 8 + rank * 4]], 1)
+    row = zr.RowParallelLinear.from_linear(linear, process_group=group, parts=(4, 8))
+    assert torch.equal(row.weight, expected)
+    torch.manual_seed(3)
+    drawn = zr.ColumnParallelLinear(4, 12, process_group=group, parts=3)
+    torch.manual_seed(3)
+    whole = nn.Linear(4, 12)
+    assert torch.equal(drawn.weight, whole.weight.unflatten(0, (3, 2, 2))[:, rank].flatten(0, 1))
+    by_style = nn.Linear(12, 4)
+    by_style.load_state_dict(linear.state_dict())
+    parallelize_module(by_style, init_device_mesh("cpu", (2,)), zr.RowwiseParallel(parts=(4, 8)))
+    assert torch.equal(local_of(by_style.weight), expected)
+    loaded = saved(zr.sharded_state_dict(by_style), nn.Linear(12, 4))[0]
+    assert_equal(loaded, linear.state_dict())
+    torch.manual_seed(3)
+    by_style.reset_parameters()
+    torch.manual_seed(3)
+    drawn = nn.Linear(12, 4)
+    assert_equal(saved(zr.sharded_state_dict(by_style), nn.Linear(12, 4))[0], drawn.state_dict())
+    for wrong in (0, 5, (6, 5), (5, 7), "3", True):
+        with pytest.raises(ValueError, match="parts="):
+            zr.ColumnParallelLinear.from_linear(nn.Linear(4, 12), process_group=group, parts=wrong)
+        with pytest.raises(ValueError, match="ColwiseParallel: parts="):
+            parallelize_module(nn.Linear(4, 12), init_device_mesh("cpu", (2,)), zr.ColwiseParallel(parts=wrong))
+    with pytest.raises(ValueError, match="not allowed with gather_output=True"):
+        zr.ColumnParallelLinear(4, 12, process_group=group, parts=3, gather_output=True)
+    with pytest.raises(ValueError, match="stay divided"):
+        parallelize_module(
+            nn.Linear(4, 12), init_device_mesh("cpu", (2,)), zr.ColwiseParallel(parts=3, use_local_output=False)
         )
-        row = zr.RowParallelLinear.from_linear(linear, process_group=group, parts=(4, 8))
-        assert torch.equal(row.weight, expected)
-        torch.manual_seed(3)
-        drawn = zr.ColumnParallelLinear(4, 12, process_group=group, parts=3)
-        torch.manual_seed(3)
-        whole = nn.Linear(4, 12)
-        assert torch.equal(drawn.weight, whole.weight.unflatten(0, (3, 2, 2))[:, rank].flatten(0, 1))
-        by_style = nn.Linear(12, 4)
-        by_style.load_state_dict(linear.state_dict())
-        parallelize_module(by_style, init_device_mesh("cpu", (2,)), zr.RowwiseParallel(parts=(4, 8)))
-        assert torch.equal(local_of(by_style.weight), expected)
-        loaded = saved(zr.sharded_state_dict(by_style), nn.Linear(12, 4))[0]
-        assert_equal(loaded, linear.state_dict())
-        torch.manual_seed(3)
-        by_style.reset_parameters()
-        torch.manual_seed(3)
-        drawn = nn.Linear(12, 4)
-        assert_equal(saved(zr.sharded_state_dict(by_style), nn.Linear(12, 4))[0], drawn.state_dict())
-        for wrong in (0, 5, (6, 5), (5, 7), "3", True):
-            with pytest.raises(ValueError, match="parts="):
-                zr.ColumnParallelLinear.from_linear(nn.Linear(4, 12), process_group=group, parts=wrong)
-            with pytest.raises(ValueError, match="ColwiseParallel: parts="):
-                parallelize_module(nn.Linear(4, 12), init_device_mesh("cpu", (2,)), zr.ColwiseParallel(parts=wrong))
-        with pytest.raises(ValueError, match="not allowed with gather_output=True"):
-            zr.ColumnParallelLinear(4, 12, process_group=group, parts=3, gather_output=True)
-        with pytest.raises(ValueError, match="stay divided"):
-            parallelize_module(
-                nn.Linear(4, 12), init_device_mesh("cpu", (2,)), zr.ColwiseParallel(parts=3, use_local_output=False)
-            )
-
-    run_ranks(check, 2)

@@ -7,11 +7,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from helpers.dtensor_models import mesh_of
+from helpers.on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import zeroresize as zr
+
+pytestmark = pytest.mark.same_ranks
 
 WIDTH, HEADS, HEAD = 8, 4, 2
 
@@ -113,74 +116,36 @@ def assert_alike(tensors, group):
 
 
 @pytest.mark.parametrize("split", [plain, dtensors])
-def test_what_is_replicated_behind_a_named_segment_is_dropped_alike(run_ranks, split):
-    def check(rank, group):
-        for name in BETWEEN if split is plain else ("nothing", "F.dropout"):
-            model = blocks_of(group, split, BETWEEN[name])
-            balancer = moved(model, group)
-            away = results(model)
-            assert_alike(away, group)
-            assert not torch.equal(*away[0]), name
-            with balancer.at_home():
-                home = results(model)
-                assert_alike(home, group)
-                assert torch.allclose(home[0], away[0], atol=1e-12) == (name == "nothing"), name
-            balancer.close()
-
-    run_ranks(check, 2)
-
-
-def test_a_checkpointed_part_draws_again_what_it_drew(run_ranks):
-    def check(rank, group):
-        expected = None
-        for saved in ((0, 0), *CHECKPOINTED.values()):
-            model = blocks_of(group, plain, BETWEEN["F.dropout"], saved)
-            balancer = moved(model, group)
-            seen = results(model)
-            assert_alike(seen, group)
-            expected = expected or seen
-            assert all(torch.equal(one, other) for one, other in zip(seen, expected, strict=True)), saved
-            balancer.close()
-
-    run_ranks(check, 2)
-
-
-class Parallel(nn.Module):
-    """Attention and a feed-forward of one x, whose first layers are called before either's last."""
-
-    def __init__(self, group):
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(None), Block(None)])
-        for block in self.blocks:
-            plain(block, group)
-
-    def forward(self, x):
-        first, second = self.blocks
-        heads, neurons = first.up(x), second.up(x)
-        y = F.dropout(first.down(attend(heads)), 0.5)
-        return x + y + F.dropout(second.down(F.dropout(neurons, 0.4)), 0.5)
-
-
-def test_segments_that_overlap_draw_alike_behind_each(run_ranks):
-    def check(rank, group):
-        model = Parallel(group)
-        zr.convert(
-            model,
-            process_group=group,
-            segments=[
-                zr.Segment([f"blocks.{n}.up"], f"blocks.{n}.down", unit_size=HEAD, head_size=HEAD) for n in range(2)
-            ],
-        )
+@on_ranks(2)
+def test_what_is_replicated_behind_a_named_segment_is_dropped_alike(rank, group, *, split):
+    for name in BETWEEN if split is plain else ("nothing", "F.dropout"):
+        model = blocks_of(group, split, BETWEEN[name])
         balancer = moved(model, group)
-        torch.manual_seed(1)
-        x = torch.randn(3, 5, WIDTH, dtype=torch.float64)
-        assert_alike([model(x), model(x)], group)
+        away = results(model)
+        assert_alike(away, group)
+        assert not torch.equal(*away[0]), name
+        with balancer.at_home():
+            home = results(model)
+            assert_alike(home, group)
+            assert torch.allclose(home[0], away[0], atol=1e-12) == (name == "nothing"), name
         balancer.close()
 
-    run_ranks(check, 2)
+
+@on_ranks(2)
+def test_a_checkpointed_part_draws_again_what_it_drew(rank, group):
+    expected = None
+    for saved in ((0, 0), *CHECKPOINTED.values()):
+        model = blocks_of(group, plain, BETWEEN["F.dropout"], saved)
+        balancer = moved(model, group)
+        seen = results(model)
+        assert_alike(seen, group)
+        expected = expected or seen
+        assert all(torch.equal(one, other) for one, other in zip(seen, expected, strict=True)), saved
+        balancer.close()
 
 
-def test_check_segments_says_dropout_where_ranks_would_drop_what_all_hold(run_ranks):
+@on_ranks(2)
+def test_check_segments_says_dropout_where_ranks_would_drop_what_all_hold(rank, group):
     def in_order(*functions):
         def between(h):
             for function in functions:
@@ -189,13 +154,10 @@ def test_check_segments_says_dropout_where_ranks_would_drop_what_all_hold(run_ra
 
         return between
 
-    def check(rank, group):
-        x = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(1))
-        attention, path, noise = (BETWEEN[name] for name in ("SDPA", "drop path by rand", "noise"))
-        keyed = nn.Sequential(nn.Dropout(0.2), nn.Dropout(0.4))
-        for between in (in_order(path, attention, noise), keyed):
-            zr.check_segments(blocks_of(group, plain, between, (1, 2)), x)
-        with pytest.raises(ValueError, match=r"0\.down \(heads\): .*dropout: .*aten::rand_like of shape \[2, 1, 1\]"):
-            zr.check_segments(blocks_of(group, plain, in_order(attention, path)), x)
-
-    run_ranks(check, 2)
+    x = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(1))
+    attention, path, noise = (BETWEEN[name] for name in ("SDPA", "drop path by rand", "noise"))
+    keyed = nn.Sequential(nn.Dropout(0.2), nn.Dropout(0.4))
+    for between in (in_order(path, attention, noise), keyed):
+        zr.check_segments(blocks_of(group, plain, between, (1, 2)), x)
+    with pytest.raises(ValueError, match=r"0\.down \(heads\): .*dropout: .*aten::rand_like of shape \[2, 1, 1\]"):
+        zr.check_segments(blocks_of(group, plain, in_order(attention, path)), x)

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from helpers.on_ranks import gathered, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -84,49 +85,43 @@ def test_layers_that_are_split_alike_stay_tied(run_ranks):
         assert are_apart and num_parameters == 5
 
 
-def test_layers_that_are_split_otherwise_are_refused(run_ranks):
-    def refusals(rank, group):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))["tp"]
-        square = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH), "b": nn.Linear(WIDTH, WIDTH)})
-        square["b"].weight = square["a"].weight
-        with pytest.raises(ValueError, match="are one parameter"):
-            parallelize_module(square, mesh, {"a": zr.ColwiseParallel(), "b": zr.RowwiseParallel()})
-        assert square["b"].weight.shape == (WIDTH, WIDTH) and type(square["b"]) is nn.Linear
-        twice = nn.ModuleDict({"a": (linear := nn.Linear(WIDTH, HIDDEN)), "b": linear})
-        for name in twice:
-            twice[name] = zr.ColumnParallelLinear.from_linear(linear, process_group=group)
-        models = [*(split(model_of(words=True), group, how) for how in ("zr", "from_linear")), twice]
-        for model, names in zip(models, ("embed.weight and up2.weight",) * 2 + ("a.weight and b.weight",), strict=True):
-            with pytest.raises(ValueError, match=f"{names} were one parameter"):
-                zr.convert(model)
-
-    run_ranks(refusals, 2)
+@on_ranks(2)
+def test_layers_that_are_split_otherwise_are_refused(rank, group):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))["tp"]
+    square = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH), "b": nn.Linear(WIDTH, WIDTH)})
+    square["b"].weight = square["a"].weight
+    with pytest.raises(ValueError, match="are one parameter"):
+        parallelize_module(square, mesh, {"a": zr.ColwiseParallel(), "b": zr.RowwiseParallel()})
+    assert square["b"].weight.shape == (WIDTH, WIDTH) and type(square["b"]) is nn.Linear
+    twice = nn.ModuleDict({"a": (linear := nn.Linear(WIDTH, HIDDEN)), "b": linear})
+    for name in twice:
+        twice[name] = zr.ColumnParallelLinear.from_linear(linear, process_group=group)
+    models = [*(split(model_of(words=True), group, how) for how in ("zr", "from_linear")), twice]
+    for model, names in zip(models, ("embed.weight and up2.weight",) * 2 + ("a.weight and b.weight",), strict=True):
+        with pytest.raises(ValueError, match=f"{names} were one parameter"):
+            zr.convert(model)
 
 
-def test_weights_that_torch_has_untied_are_named_once(run_ranks, caplog):
-    def warnings(rank, group):
-        lines = []
-        for model in (model_of(), model_of(words=True), nn.ModuleDict({"up1": nn.Linear(WIDTH, HIDDEN)})):
-            caplog.clear()
-            with caplog.at_level(logging.WARNING):
-                if isinstance(model, Tied):
-                    zr.convert(split(model, group, "torch"))
-            lines.append([line for line in caplog.messages if "probably" in line])
-        return lines
-
-    (both, words, none), others = run_ranks(warnings, 2)
+@on_ranks(2)
+def test_weights_that_torch_has_untied_are_named_once(rank, group, *, caplog):
+    lines = []
+    for model in (model_of(), model_of(words=True), nn.ModuleDict({"up1": nn.Linear(WIDTH, HIDDEN)})):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            if isinstance(model, Tied):
+                zr.convert(split(model, group, "torch"))
+        lines.append([line for line in caplog.messages if "probably" in line])
+    (both, words, none), others = gathered(group, lines)
     assert len(both) == len(words) == 1 and not none and not any(others)
     assert "up1.weight and up2.weight" in both[0] and "embed.weight and up2.weight" in words[0]
 
 
-def test_a_frozen_model_made_of_the_same_whole_layers_is_no_tie(run_ranks):
-    def check(rank, group):
-        up, down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-        towers = {}
-        for name in ("policy", "frozen"):
-            first = zr.ColumnParallelLinear.from_linear(up, process_group=group)
-            towers[name] = nn.Sequential(first, zr.RowParallelLinear.from_linear(down, process_group=group))
-        towers["frozen"].requires_grad_(False)
-        zr.convert(nn.ModuleDict(towers))
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_a_frozen_model_made_of_the_same_whole_layers_is_no_tie(rank, group):
+    up, down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+    towers = {}
+    for name in ("policy", "frozen"):
+        first = zr.ColumnParallelLinear.from_linear(up, process_group=group)
+        towers[name] = nn.Sequential(first, zr.RowParallelLinear.from_linear(down, process_group=group))
+    towers["frozen"].requires_grad_(False)
+    zr.convert(nn.ModuleDict(towers))

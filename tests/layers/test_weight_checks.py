@@ -4,7 +4,8 @@ import logging
 
 import pytest
 import torch
-from helpers.processes import caught_log_lines, for_each
+from helpers.on_ranks import gathered, on_ranks
+from helpers.processes import caught_log_lines
 from helpers.virtual_training import FEATURES, Pair
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
@@ -21,30 +22,27 @@ MAKERS = (
 )
 
 
-def test_a_layer_whose_weight_is_made_anew_is_left_alone_by_convert_and_later_refused(run_ranks):
-    @for_each(MAKERS)
-    def check(rank, group, put_on):
-        model, config = Pair(group), zr.BalanceConfig(mode="zero-pri")
-        put_on(model.down)
-        with caught_log_lines() as lines:
-            zr.convert(model, process_group=group)
-        assert list(balanced_layers(model)) == ["up"]
-        (line,) = [line for line in lines if "down" in line]
-        assert line.startswith("convert: layer down is left alone: its weight is no parameter: something makes it anew")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        balancer = zr.Balancer(model, optimizer, process_group=group, config=config)
-        balancer.pin(1, 0.5)
-        for _ in range(2):
-            model(torch.randn(3, FEATURES)).square().sum().backward()
-            optimizer.step()
-            balancer.step()
-        converted = zr.convert(Pair(group), process_group=group)
-        put_on(converted.down)
-        optimizer = torch.optim.SGD(converted.parameters(), lr=0.01)
-        with pytest.raises(ValueError, match=r"layer down .* makes it anew.* Allowed are parameters"):
-            zr.Balancer(converted, optimizer, process_group=group, config=zr.BalanceConfig(mode="off"))
-
-    run_ranks(check, 2)
+@on_ranks(2, MAKERS)
+def test_a_layer_whose_weight_is_made_anew_is_left_alone_by_convert_and_later_refused(rank, group, put_on):
+    model, config = Pair(group), zr.BalanceConfig(mode="zero-pri")
+    put_on(model.down)
+    with caught_log_lines() as lines:
+        zr.convert(model, process_group=group)
+    assert list(balanced_layers(model)) == ["up"]
+    (line,) = [line for line in lines if "down" in line]
+    assert line.startswith("convert: layer down is left alone: its weight is no parameter: something makes it anew")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    balancer = zr.Balancer(model, optimizer, process_group=group, config=config)
+    balancer.pin(1, 0.5)
+    for _ in range(2):
+        model(torch.randn(3, FEATURES)).square().sum().backward()
+        optimizer.step()
+        balancer.step()
+    converted = zr.convert(Pair(group), process_group=group)
+    put_on(converted.down)
+    optimizer = torch.optim.SGD(converted.parameters(), lr=0.01)
+    with pytest.raises(ValueError, match=r"layer down .* makes it anew.* Allowed are parameters"):
+        zr.Balancer(converted, optimizer, process_group=group, config=zr.BalanceConfig(mode="off"))
 
 
 # ---- FSDP, each tensor-parallel rank with a replica ------------------------------------------------------------------
@@ -122,11 +120,9 @@ FORCED = {"ratio": 0.5, "ranks": [1]}
     ],
     ids=str,
 )
-def test_what_is_allowed_beside_fsdp_trains_as_beside_ddp(run_ranks, wrap, config):
-    def train(rank, group):
-        return [Replicated(one, **config).train() for one in (replicate, WRAPS[wrap])]
-
-    for expected, losses in run_ranks(train, 4):
+@on_ranks(4)
+def test_what_is_allowed_beside_fsdp_trains_as_beside_ddp(rank, group, *, wrap, config):
+    for expected, losses in gathered(group, [Replicated(one, **config).train() for one in (replicate, WRAPS[wrap])]):
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
@@ -142,58 +138,35 @@ REFUSED = (
 )
 
 
-def test_what_does_not_work_beside_fsdp_is_refused_by_the_balancer(run_ranks):
-    @for_each(REFUSED)
-    def check(rank, group, wrap, config, problem):
-        with pytest.raises(ValueError, match=rf"(?i)layer .*up .*{problem}.*allowed are"):
-            Replicated(WRAPS[wrap], **config)
-
-    run_ranks(check, 4)
+@on_ranks(4, REFUSED)
+def test_what_does_not_work_beside_fsdp_is_refused_by_the_balancer(rank, group, wrap, config, problem):
+    with pytest.raises(ValueError, match=rf"(?i)layer .*up .*{problem}.*allowed are"):
+        Replicated(WRAPS[wrap], **config)
 
 
 @pytest.mark.parametrize("is_sharded_later", [False, True])
-def test_no_unit_moves_where_fully_shard_holds_shards_of_its_weights(run_ranks, is_sharded_later):
-    def move(rank, _):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "tensor"))
-        group, replicas = mesh["tensor"].get_group(), mesh["replicas"]
-        config = zr.BalanceConfig(mode="off")
-        model = zr.convert(Pair(group), process_group=group)
-        if not is_sharded_later:
-            fully_shard(model, mesh=replicas)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        alike = replicas.get_group()
-        balancer = zr.Balancer(model, optimizer, process_group=group, config=config, data_parallel_group=alike)
-        if is_sharded_later:
-            fully_shard(model, mesh=replicas)
-            optimizer.param_groups[0]["params"] = list(model.parameters())
-        with pytest.raises(RuntimeError if is_sharded_later else ValueError, match=r"is a DTensor, .* fully_shard"):
-            balancer.move([3, 1])
-        model(torch.ones(2, FEATURES)).square().mean().backward()
-        optimizer.step()
-        balancer.step()
-        squares = {name: one.grad.full_tensor().square().sum() for name, one in model.named_parameters()}
-        replicated = squares.pop("down.bias")
-        shards = torch.stack(list(squares.values())).sum()
-        torch.distributed.all_reduce(shards, group=group)
-        norm = zr.clip_grad_norm_(model.parameters(), 1e9)
-        torch.testing.assert_close(norm, (shards + replicated).sqrt())
-
-    run_ranks(move, 4, timeout_s=20)
-
-
-def test_uneven_shares_stay_where_fully_shard_comes_later(run_ranks):
-    def train(rank, group):
-        config = zr.BalanceConfig(mode="off")
-        model = zr.convert(Pair(group), process_group=group, shares=(3, 1))
-        fully_shard(model, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicas", "tensor"))["replicas"])
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        balancer = zr.Balancer(model, optimizer, process_group=group, config=config)
-        for _ in range(12):
-            model(torch.ones(2, FEATURES)).square().mean().backward()
-            optimizer.step()
-            balancer.step()
-        with pytest.raises(RuntimeError, match="is a DTensor"), balancer.at_home():
-            pass
-        return balancer.plan.owned
-
-    assert run_ranks(train, 2) == [(1.5, 0.5)] * 2
+@on_ranks(4, timeout_s=20)
+def test_no_unit_moves_where_fully_shard_holds_shards_of_its_weights(rank, _, *, is_sharded_later):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "tensor"))
+    group, replicas = mesh["tensor"].get_group(), mesh["replicas"]
+    config = zr.BalanceConfig(mode="off")
+    model = zr.convert(Pair(group), process_group=group)
+    if not is_sharded_later:
+        fully_shard(model, mesh=replicas)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    alike = replicas.get_group()
+    balancer = zr.Balancer(model, optimizer, process_group=group, config=config, data_parallel_group=alike)
+    if is_sharded_later:
+        fully_shard(model, mesh=replicas)
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+    with pytest.raises(RuntimeError if is_sharded_later else ValueError, match=r"is a DTensor, .* fully_shard"):
+        balancer.move([3, 1])
+    model(torch.ones(2, FEATURES)).square().mean().backward()
+    optimizer.step()
+    balancer.step()
+    squares = {name: one.grad.full_tensor().square().sum() for name, one in model.named_parameters()}
+    replicated = squares.pop("down.bias")
+    shards = torch.stack(list(squares.values())).sum()
+    torch.distributed.all_reduce(shards, group=group)
+    norm = zr.clip_grad_norm_(model.parameters(), 1e9)
+    torch.testing.assert_close(norm, (shards + replicated).sqrt())

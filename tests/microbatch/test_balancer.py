@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from helpers.micro_batches import Undivided, layers_of, planner_of, samples_of, table_of, trainer_of
+from helpers.on_ranks import gathered, on_ranks
 
 from zeroresize.measure.clocks import HostClock
 from zeroresize.microbatch.balancer import MicroBatchBalancer
@@ -103,24 +104,25 @@ def run_until_change(job, records, chi, most=30):
 
 
 @pytest.mark.slow
-def test_a_slow_replica_gets_fewer_samples_and_all_of_them_back(run_ranks):
-    def train(rank, group):
-        records = []
-        job = Job(Strategy(dp=2), group, records)
-        for _ in range(6):
-            even = job.step()
-        assert not records
-        slow = run_until_change(job, records, 3.0 if rank == 1 else 1.0)
-        job.balancer.load_state_dict(json.loads(json.dumps(job.balancer.state_dict())))
-        back = run_until_change(job, records, 1.0)
-        job.close()
-        return (
+@on_ranks(2)
+def test_a_slow_replica_gets_fewer_samples_and_all_of_them_back(rank, group):
+    records = []
+    job = Job(Strategy(dp=2), group, records)
+    for _ in range(6):
+        even = job.step()
+    assert not records
+    slow = run_until_change(job, records, 3.0 if rank == 1 else 1.0)
+    job.balancer.load_state_dict(json.loads(json.dumps(job.balancer.state_dict())))
+    back = run_until_change(job, records, 1.0)
+    job.close()
+    first, other = gathered(
+        group,
+        (
             [(each.what, each.is_made) for each in records],
             *(each.expected_s for each in (even, slow, back)),
             records[0].to_dict(),
-        )
-
-    first, other = run_ranks(train, 2)
+        ),
+    )
     assert first[:-1] == other[:-1]
     kinds, even_s, slow_s, back_s, record = first
     assert kinds == [("replan", True), ("replan", True)]
@@ -129,58 +131,52 @@ def test_a_slow_replica_gets_fewer_samples_and_all_of_them_back(run_ranks):
     assert record["kind"] == "micro-batches" and record["speeds"][1] == pytest.approx(1 / 3, rel=0.1)
 
 
-def test_a_slow_stage_gives_layers_away_and_gets_them_back(run_ranks):
+@on_ranks(2)
+def test_a_slow_stage_gives_layers_away_and_gets_them_back(rank, group):
     strategy = Strategy(pp=2)
 
-    def train(rank, group):
-        records = []
-        job = Job(strategy, group, records)
-        for _ in range(5):
-            job.step()
-        assert not records
-        run_until_change(job, records, 2.5 if rank == 0 else 1.0)
-        slow = job.balancer.strategy
-        for _ in range(4):
-            run_until_change(job, records, 1.0)
-            if job.balancer.strategy == strategy:
-                break
-        final = job.balancer.strategy
-        job.close()
-        return [each.what for each in records], slow, final
-
-    first, other = run_ranks(train, 2)
+    records = []
+    job = Job(strategy, group, records)
+    for _ in range(5):
+        job.step()
+    assert not records
+    run_until_change(job, records, 2.5 if rank == 0 else 1.0)
+    slow = job.balancer.strategy
+    for _ in range(4):
+        run_until_change(job, records, 1.0)
+        if job.balancer.strategy == strategy:
+            break
+    final = job.balancer.strategy
+    job.close()
+    first, other = gathered(group, ([each.what for each in records], slow, final))
     assert first == other
     kinds, slow, final = first
     assert kinds[0] in ("rearrange", "leave out") and slow != strategy and final == strategy
 
 
 @pytest.mark.slow
-def test_memory_that_does_not_suffice_leaves_all_as_it_was(run_ranks):
-    def train(rank, group):
-        records = []
-        job = Job(Strategy(pp=2), group, records)
-        for _ in range(6):
-            job.step()
+@on_ranks(2)
+def test_memory_that_does_not_suffice_leaves_all_as_it_was(rank, group):
+    records = []
+    job = Job(Strategy(pp=2), group, records)
+    for _ in range(6):
+        job.step()
 
-        def refuse(strategy):
-            raise NotEnoughMemoryError("not enough")
+    def refuse(strategy):
+        raise NotEnoughMemoryError("not enough")
 
-        job.trainer.change_strategy = refuse
-        job.pace.chi = 2.5 if rank == 0 else 1.0
-        for _ in range(12):
-            job.step()
-        job.close()
-        return [(each.what, each.is_made) for each in records], job.balancer.strategy
-
-    for records, strategy in run_ranks(train, 2):
-        assert records and not any(is_made for what, is_made in records if what != "replan")
-        assert len(records) <= 5, "after a refusal nothing is tried for a while"
+    job.trainer.change_strategy = refuse
+    job.pace.chi = 2.5 if rank == 0 else 1.0
+    for _ in range(12):
+        job.step()
+    job.close()
+    for changes, strategy in gathered(group, ([(each.what, each.is_made) for each in records], job.balancer.strategy)):
+        assert changes and not any(is_made for what, is_made in changes if what != "replan")
+        assert len(changes) <= 5, "after a refusal nothing is tried for a while"
         assert strategy == Strategy(pp=2)
 
 
-def test_ranks_that_want_different_things_are_told(run_ranks):
-    def train(rank, group):
-        with pytest.raises((ValueError, RuntimeError), match="tolerance"):
-            Job(Strategy(pp=2), group, [], min_saving=0.02 + 0.01 * rank)
-
-    run_ranks(train, 2)
+@on_ranks(2)
+def test_ranks_that_want_different_things_are_told(rank, group):
+    with pytest.raises((ValueError, RuntimeError), match="tolerance"):
+        Job(Strategy(pp=2), group, [], min_saving=0.02 + 0.01 * rank)

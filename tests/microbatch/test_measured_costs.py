@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.micro_batches import MAKE, SIZES, layers_of, planner_of, table_of
+from helpers.on_ranks import gathered, on_ranks
 from helpers.processes import caught_log_lines
 from helpers.states import resumed
 from torch import nn
@@ -194,16 +195,16 @@ def test_peak_memory_of_a_step_is_predicted(run_ranks, kind, recompute):
     assert live.most() == pytest.approx(expected, rel=0.08)
 
 
-def test_stages_bring_their_numbers_together(run_ranks):
-    def check(rank, group):
-        model = SwitchableModel(layers_of("gpt"), strategies=[Strategy(tp=2, pp=2)], process_group=group)
-        shapes = ProfiledShapes(SIZES["gpt"], 2, (8,), shortest=4)
-        with caught_log_lines() as lines:
-            table = measure_model(model, PaddedBatch.hollow, shapes, loss=summed_loss)
-        assert table.kinds == kinds_of(layers_of("gpt")) and not any(one.grad is not None for one in model.parameters())
-        return table.fingerprint, [line for line in lines if "costs" in line]
-
-    fingerprints, lines = zip(*run_ranks(check, 4), strict=True)
+@on_ranks(4)
+def test_stages_bring_their_numbers_together(rank, group):
+    model = SwitchableModel(layers_of("gpt"), strategies=[Strategy(tp=2, pp=2)], process_group=group)
+    shapes = ProfiledShapes(SIZES["gpt"], 2, (8,), shortest=4)
+    with caught_log_lines() as lines:
+        table = measure_model(model, PaddedBatch.hollow, shapes, loss=summed_loss)
+    assert table.kinds == kinds_of(layers_of("gpt")) and not any(one.grad is not None for one in model.parameters())
+    fingerprints, lines = zip(
+        *gathered(group, (table.fingerprint, [line for line in lines if "costs" in line])), strict=True
+    )
     assert len(set(fingerprints)) == 1 and not any(lines[1:])
     before, after = lines[0]
     assert before.startswith("measuring costs of 3 kinds of layers and 2 ways of recomputation")

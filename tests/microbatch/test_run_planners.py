@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from helpers.on_ranks import gathered, on_ranks
 from helpers.planning import error_of, is_alive, wait_until
 from helpers.processes import told_by_survivors
 
@@ -114,14 +115,14 @@ def test_a_rank_that_cannot_get_its_plan_stops_all_ranks(run_ranks, keeper):
     assert nothing.startswith("this is no plan of an iteration")
 
 
-def test_ranks_with_different_plans_and_those_whose_plan_does_not_come_do_not_go_on(run_ranks):
-    def train(rank, group):
-        store = SharedStore(served_store(), "here", is_first_of_host=False)
-        store.put(1, 1, plan_value(plan_of(1).to_json() + " " * rank))
-        planners = RunPlanners(Planner(), store, group, CPU, timeout_s=0.5)
-        return [error_of(lambda n=n: planners.plan(n, f"batch {n}")) for n in (1, 5)]
-
-    for (name, text), (late_name, late) in run_ranks(train, 2):
+@on_ranks(2)
+def test_ranks_with_different_plans_and_those_whose_plan_does_not_come_do_not_go_on(rank, group):
+    store = SharedStore(served_store(), "here", is_first_of_host=False)
+    store.put(1, 1, plan_value(plan_of(1).to_json() + " " * rank))
+    planners = RunPlanners(Planner(), store, group, CPU, timeout_s=0.5)
+    for (name, text), (late_name, late) in gathered(
+        group, [error_of(lambda n=n: planners.plan(n, f"batch {n}")) for n in (1, 5)]
+    ):
         assert name == "RuntimeError" and "the ranks of the group differ in the plan of iteration 1" in text
         assert late_name == "CannotMoveError" and "no plan of iteration 5 came to here within 0.5 s" in late
 

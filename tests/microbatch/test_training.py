@@ -15,11 +15,10 @@ from helpers.micro_batches import (
     samples_of,
     trainer_of,
 )
+from helpers.on_ranks import on_ranks
 from helpers.processes import for_each, told_by_survivors
 
 from zeroresize.microbatch.padded import IGNORED
-from zeroresize.microbatch.planners import RunPlanners
-from zeroresize.microbatch.store import share_store
 from zeroresize.microbatch.trainer import _tokens
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.microbatches.plan import MicroBatch, batch_fingerprint
@@ -46,78 +45,27 @@ def test_losses_and_norms_are_the_undivided_models(run_ranks, degrees):
     run_ranks(check, strategy.num_ranks)
 
 
-def test_however_it_is_planned_results_are_the_same(run_ranks):
+@on_ranks(2, [({"method": "tokens", "size": 40},), ({"memory_limit": 300.0},), ({"schedule": "1f1b"},)])
+def test_however_it_is_planned_results_are_the_same(rank, group, options):
     strategy = Strategy(pp=2)
 
-    @for_each([({"method": "tokens", "size": 40},), ({"memory_limit": 300.0},), ({"schedule": "1f1b"},)])
-    def check(rank, group, options):
-        planner = planner_of("gpt", strategy, **options)
-        assert ('"layers"' in planner(0)) == ("memory_limit" in options)
-        check_losses("gpt", strategy, group, planner, dtype=torch.float32, rel=1e-5)
-
-    run_ranks(check, 2)
+    planner = planner_of("gpt", strategy, **options)
+    assert ('"layers"' in planner(0)) == ("memory_limit" in options)
+    check_losses("gpt", strategy, group, planner, dtype=torch.float32, rel=1e-5)
 
 
-@pytest.mark.slow
-def test_plans_of_planner_processes_train_alike(run_ranks, forked):
-    strategy = Strategy(pp=2)
-
-    def check(rank, group):
-        planner, shared = planner_of("gpt", strategy), share_store(group)
-        planners = RunPlanners(planner, shared, group, torch.device("cpu"), last=3, ahead=2)
-        check_losses("gpt", strategy, group, planner, plans=planners, num_steps=4)
-        planners.close()
-        shared.close()
-
-    run_ranks(check, 2)
-
-
-def test_a_plan_of_other_replicas_or_stages_is_refused_before_anything_runs(run_ranks):
-    def check(rank, group):
-        trainer = trainer_of("gpt", Strategy(pp=2), group, LocalPlans(planner_of("gpt", Strategy(dp=2))))
-        lengths = Lengths("gpt")(0)
-        with pytest.raises(ValueError, match=r"iteration 0 was planned for 2 replicas of 1 stages: .* \(1, 1, 2\)"):
-            trainer.step(samples_of("gpt", lengths), lengths)
-        trainer.plans = LocalPlans(planner_of("gpt", Strategy(pp=2)))
-        assert trainer.step(samples_of("gpt", lengths), lengths).num_tokens == lengths.sum()
-        parameter = next(iter(trainer.model.parameters()))
-        parameter.grad, lengths = torch.zeros_like(parameter) if rank else None, Lengths("gpt")(1)
-        with pytest.raises(ValueError if rank else RuntimeError, match="have gradients" if rank else r"ranks \[1\]"):
-            trainer.step(samples_of("gpt", lengths), lengths)
-
-    run_ranks(check, 2)
-
-
-def test_in_mixed_precision_evaluations_and_steps_follow_parameters_that_were_changed_in_place(run_ranks):
-    strategy = Strategy(pp=2)
-
-    def check(rank, group):
-        planner = planner_of("gpt", strategy)
-        trainer = trainer_of("gpt", strategy, group, LocalPlans(planner), compute_dtype=torch.float32)
-        lengths = planner.lengths_of(0)
-        samples = samples_of("gpt", lengths, 0)
-        first = [each.detach().clone() for each in trainer.model.parameters()]
-        others = [torch.randn_like(each) for each in first]
-
-        def change(values):
-            for parameter, value in zip(trainer.model.parameters(), values, strict=True):
-                parameter.data.copy_(value)  # as no version counter tells
-
-        held = trainer.model.held_bytes
-        loss = trainer.evaluate(samples, lengths, 60)
-        assert trainer.model.held_bytes == held
-        change(others)
-        other_loss = trainer.evaluate(samples, lengths, 60)
-        assert abs(other_loss - loss) > 0.1
-        change(first)
-        assert trainer.model.stage_layers  # casts them
-        change(others)
-        assert trainer.evaluate(samples, lengths, 60) == pytest.approx(other_loss, rel=1e-6)
-        assert trainer.model.stage_layers
-        change(first)
-        assert trainer.step(samples, lengths).loss == pytest.approx(loss, rel=1e-5)
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_a_plan_of_other_replicas_or_stages_is_refused_before_anything_runs(rank, group):
+    trainer = trainer_of("gpt", Strategy(pp=2), group, LocalPlans(planner_of("gpt", Strategy(dp=2))))
+    lengths = Lengths("gpt")(0)
+    with pytest.raises(ValueError, match=r"iteration 0 was planned for 2 replicas of 1 stages: .* \(1, 1, 2\)"):
+        trainer.step(samples_of("gpt", lengths), lengths)
+    trainer.plans = LocalPlans(planner_of("gpt", Strategy(pp=2)))
+    assert trainer.step(samples_of("gpt", lengths), lengths).num_tokens == lengths.sum()
+    parameter = next(iter(trainer.model.parameters()))
+    parameter.grad, lengths = torch.zeros_like(parameter) if rank else None, Lengths("gpt")(1)
+    with pytest.raises(ValueError if rank else RuntimeError, match="have gradients" if rank else r"ranks \[1\]"):
+        trainer.step(samples_of("gpt", lengths), lengths)
 
 
 def test_a_rank_that_dies_in_a_step_is_named(tmp_path):
@@ -166,35 +114,32 @@ LOSSES = [
 
 
 @pytest.mark.parametrize("degrees", [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
-def test_losses_count_as_undivided_also_when_evaluated(run_ranks, degrees):
+@on_ranks(2, LOSSES)
+def test_losses_count_as_undivided_also_when_evaluated(rank, group, loss, expected, *, degrees):
     """In micro-batches of one sample; of every third sample nothing counts, and of the last batch nothing at all."""
     strategy = Strategy(*degrees)
 
-    @for_each(LOSSES)
-    def check(rank, group, loss, expected):
-        planner = planner_of("gpt", strategy, method="fixed", size=1)
-        trainer = trainer_of("gpt", strategy, group, LocalPlans(planner), loss=loss)
-        lengths, layers = planner.lengths_of(0), layers_of("gpt")
-        samples = samples_of("gpt", lengths)
-        samples = [sample if number % 3 else sample % UNCOUNTED for number, sample in enumerate(samples)]
-        batch = MAKE["gpt"][1].of(samples, MicroBatch.of(range(len(samples)), lengths))
-        x = batch.inputs
-        for layer in layers:
-            x = layer(x, batch)
-        value = expected(x, batch)
-        value.backward()
-        norm = torch.stack([parameter.grad.norm() for parameter in layers.parameters()]).norm().item()
-        assert trainer.evaluate(samples, lengths, 20) == pytest.approx(value.item(), rel=1e-10)
-        report = trainer.step(samples, lengths)
-        assert (report.loss, report.grad_norm) == pytest.approx((value.item(), norm), rel=1e-10)
-        if loss is knowing:
-            lengths = planner.lengths_of(1)
-            nothing = [sample % UNCOUNTED for sample in samples_of("gpt", lengths)]
-            for call in (lambda: trainer.evaluate(nothing, lengths, 20), lambda: trainer.step(nothing, lengths)):
-                with pytest.raises(ValueError, match="there is no mean"):
-                    call()
-
-    run_ranks(check, 2)
+    planner = planner_of("gpt", strategy, method="fixed", size=1)
+    trainer = trainer_of("gpt", strategy, group, LocalPlans(planner), loss=loss)
+    lengths, layers = planner.lengths_of(0), layers_of("gpt")
+    samples = samples_of("gpt", lengths)
+    samples = [sample if number % 3 else sample % UNCOUNTED for number, sample in enumerate(samples)]
+    batch = MAKE["gpt"][1].of(samples, MicroBatch.of(range(len(samples)), lengths))
+    x = batch.inputs
+    for layer in layers:
+        x = layer(x, batch)
+    value = expected(x, batch)
+    value.backward()
+    norm = torch.stack([parameter.grad.norm() for parameter in layers.parameters()]).norm().item()
+    assert trainer.evaluate(samples, lengths, 20) == pytest.approx(value.item(), rel=1e-10)
+    report = trainer.step(samples, lengths)
+    assert (report.loss, report.grad_norm) == pytest.approx((value.item(), norm), rel=1e-10)
+    if loss is knowing:
+        lengths = planner.lengths_of(1)
+        nothing = [sample % UNCOUNTED for sample in samples_of("gpt", lengths)]
+        for call in (lambda: trainer.evaluate(nothing, lengths, 20), lambda: trainer.step(nothing, lengths)):
+            with pytest.raises(ValueError, match="there is no mean"):
+                call()
 
 
 def changed(samples, how, rank):
@@ -243,25 +188,23 @@ def test_samples_that_do_not_fit_their_lengths_are_named_before_anything_runs(ru
     assert first == second and min(first) > 0.0
 
 
-def test_replicas_are_not_compared_and_a_batch_that_cannot_be_made_is_told(run_ranks):
+@on_ranks(2, timeout_s=30)
+def test_replicas_are_not_compared_and_a_batch_that_cannot_be_made_is_told(rank, group):
     """Of samples that another replica trains a rank need not have the tokens."""
     strategy = Strategy(dp=2)
 
-    def check(rank, group):
-        planner = planner_of("gpt", strategy)
-        trainer = trainer_of("gpt", strategy, group, LocalPlans(planner))
-        lengths = planner.lengths_of(0)
-        plan = trainer.plans.plan(0, batch_fingerprint(lengths))
-        mine = {sample for each in plan.replicas[rank].microbatches for sample in each.samples}
-        samples = [row if number in mine else row[:1] for number, row in enumerate(samples_of("gpt", lengths))]
-        assert trainer.step(samples, lengths).loss > 0.0
-        if rank:
-            trainer._batch_from = lambda *_: [][0]
-        lengths = planner.lengths_of(1)
-        with pytest.raises(RuntimeError, match=["ranks .1. of the group failed", "list index out of range"][rank]):
-            trainer.step(samples_of("gpt", lengths), lengths)
-
-    run_ranks(check, 2, timeout_s=30)
+    planner = planner_of("gpt", strategy)
+    trainer = trainer_of("gpt", strategy, group, LocalPlans(planner))
+    lengths = planner.lengths_of(0)
+    plan = trainer.plans.plan(0, batch_fingerprint(lengths))
+    mine = {sample for each in plan.replicas[rank].microbatches for sample in each.samples}
+    samples = [row if number in mine else row[:1] for number, row in enumerate(samples_of("gpt", lengths))]
+    assert trainer.step(samples, lengths).loss > 0.0
+    if rank:
+        trainer._batch_from = lambda *_: [][0]
+    lengths = planner.lengths_of(1)
+    with pytest.raises(RuntimeError, match=["ranks .1. of the group failed", "list index out of range"][rank]):
+        trainer.step(samples_of("gpt", lengths), lengths)
 
 
 def test_samples_of_every_kind_of_number_are_compared():

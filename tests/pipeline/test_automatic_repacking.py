@@ -1,16 +1,15 @@
 """A balanced pipeline releases ranks that it no longer needs, on real processes whose layers take known seconds."""
 
-import itertools
 import json
 
 import pytest
 from helpers import sleeping_layers
+from helpers.on_ranks import gathered, on_ranks
 from helpers.processes import caught_log_lines
 from helpers.sleeping_layers import MICRO, undivided_losses
 from helpers.states import values_of
 
-from zeroresize.pipeline import LayerProfiler, Repack, pipeline_balancer
-from zeroresize.resharding.agreement import NotEnoughMemoryError
+from zeroresize.pipeline import LayerProfiler, Repack
 
 pytestmark = pytest.mark.same_ranks
 
@@ -41,18 +40,18 @@ def whole_curve(by_rank):
     return [one for losses in reversed(by_rank) for one in losses]
 
 
-def test_ranks_are_released_as_soon_as_the_others_have_the_memory(run_ranks):
+@on_ranks(4)
+def test_ranks_are_released_as_soon_as_the_others_have_the_memory(rank, group):
     """Two stages cannot hold all layers with a batch's activations, three can."""
 
-    def check(rank, group):
-        limit = 3.5 * layer_bytes_of(Training(group, None))
-        training = Training(group, {}, memory_limits=[limit] * 4)
-        with caught_log_lines() as messages:
-            training.train(10)
-        cost = values_of(training.balancer.state_dict())["rebalancing"]["cost_of_move"]
-        return training.pipeline.num_stages, training.losses, training.records, training.released, messages, cost
-
-    by_rank = run_ranks(check, 4)
+    limit = 3.5 * layer_bytes_of(Training(group, None))
+    training = Training(group, {}, memory_limits=[limit] * 4)
+    with caught_log_lines() as messages:
+        training.train(10)
+    cost = values_of(training.balancer.state_dict())["rebalancing"]["cost_of_move"]
+    by_rank = gathered(
+        group, (training.pipeline.num_stages, training.losses, training.records, training.released, messages, cost)
+    )
     assert [one[0] for one in by_rank] == [3] * 4
     losses = whole_curve([one[1] for one in by_rank])
     assert losses == pytest.approx(undivided_losses(NUM_LAYERS, 10), rel=1e-10, abs=0.0)
@@ -100,54 +99,31 @@ def test_ranks_are_released_as_work_becomes_less_so_that_steps_take_no_longer(ru
     assert after[1] > before[1]
 
 
-def test_nobody_is_released_too_early(run_ranks):
-    def check(rank, group):
-        def first_of(training):
-            return values_of(training.balancer.state_dict())["repacking"]["first_steps_s"]
+@on_ranks(2)
+def test_nobody_is_released_too_early(rank, group):
+    def first_of(training):
+        return values_of(training.balancer.state_dict())["repacking"]["first_steps_s"]
 
-        single = Training(group, {"max_slowdown": 1.05})  # a single profile wants it
-        single.train(9)  # three are profiled, and known
-        first = first_of(single)
-        single.pace.of_layers = dict.fromkeys(range(NUM_LAYERS), 0.05)
-        single.train(3)
-        single.pace.of_layers = {}
-        single.train(4)
-        assert first_of(single) == first
-        interrupted = Training(group, {"max_slowdown": 1.0})  # three profiles come first, of which the shortest counts
-        interrupted.pace.of_rank = 3.0
-        interrupted.train(2)
-        interrupted.pace.of_rank = 1.0
-        interrupted.train(16)
-        changing = Training(group, {"max_slowdown": 1.05})  # one profile of each work wants it, and must be confirmed
-        changing.train(3)
-        for seconds in (0.05, 0.1):
-            changing.pace.of_layers = dict.fromkeys(range(NUM_LAYERS), seconds)
-            changing.balancer.profile_next()
-            changing.train(2)
-        return [training.pipeline.num_stages for training in (single, interrupted, changing)]
-
-    assert run_ranks(check, 2) == [[2, 2, 2]] * 2
-
-
-@pytest.mark.slow
-def test_a_release_that_was_refused_is_not_tried_again_at_once(run_ranks, monkeypatch):
-    def check(rank, group):
-        attempts = []
-
-        def refuse(*arguments, step, **options):
-            attempts.append(step)
-            raise NotEnoughMemoryError("no room")
-
-        with monkeypatch.context() as patched:
-            patched.setattr(pipeline_balancer, "carry_out_repacking", refuse)
-            training = Training(group, {"max_slowdown": 100.0}, profile_every=3)
-            training.train(160)
-        pauses = [after - before for before, after in itertools.pairwise(attempts)]
-        assert len(pauses) >= 1 and all(pause >= 8 * 3 for pause in pauses), attempts
-        assert pauses == sorted(pauses)
-        return training.pipeline.num_stages
-
-    assert run_ranks(check, 2) == [2, 2]
+    single = Training(group, {"max_slowdown": 1.05})  # a single profile wants it
+    single.train(9)  # three are profiled, and known
+    first = first_of(single)
+    single.pace.of_layers = dict.fromkeys(range(NUM_LAYERS), 0.05)
+    single.train(3)
+    single.pace.of_layers = {}
+    single.train(4)
+    assert first_of(single) == first
+    interrupted = Training(group, {"max_slowdown": 1.0})  # three profiles come first, of which the shortest counts
+    interrupted.pace.of_rank = 3.0
+    interrupted.train(2)
+    interrupted.pace.of_rank = 1.0
+    interrupted.train(16)
+    changing = Training(group, {"max_slowdown": 1.05})  # one profile of each work wants it, and must be confirmed
+    changing.train(3)
+    for seconds in (0.05, 0.1):
+        changing.pace.of_layers = dict.fromkeys(range(NUM_LAYERS), seconds)
+        changing.balancer.profile_next()
+        changing.train(2)
+    assert [training.pipeline.num_stages for training in (single, interrupted, changing)] == [2, 2, 2]
 
 
 def test_options_must_be_allowed_and_alike(run_ranks):

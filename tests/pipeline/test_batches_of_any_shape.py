@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.on_ranks import gathered, on_ranks
 from torch import nn
 
 from zeroresize.pipeline import Pipeline, move_layers
@@ -187,20 +188,19 @@ def test_under_autocast_stages_compute_bit_for_bit_what_the_undivided_model_does
         assert torch.equal(gradient, layers.get_parameter(name).grad), name
 
 
-def test_what_cannot_be_run_is_refused_on_all_ranks(run_ranks):
-    def refuse(rank, group):
-        model = pipeline(group)
-        with pytest.raises(ValueError if rank == 0 else RuntimeError, match=r"no micro-batches|ranks \[0\]"):
-            model.step_microbatches([], [])
-        tokens, target = sample(0, 4, 3)
-        with pytest.raises(ValueError, match="there are 1 targets for 2 micro-batches"):
-            model.step_microbatches([(tokens,), (tokens,)], [target])
-        assert model.step(tokens, target=target) is not None or rank == 0
-
-    run_ranks(refuse, 2)
+@on_ranks(2)
+def test_what_cannot_be_run_is_refused_on_all_ranks(rank, group):
+    model = pipeline(group)
+    with pytest.raises(ValueError if rank == 0 else RuntimeError, match=r"no micro-batches|ranks \[0\]"):
+        model.step_microbatches([], [])
+    tokens, target = sample(0, 4, 3)
+    with pytest.raises(ValueError, match="there are 1 targets for 2 micro-batches"):
+        model.step_microbatches([(tokens,), (tokens,)], [target])
+    assert model.step(tokens, target=target) is not None or rank == 0
 
 
-def test_what_layers_hand_on_is_found_anew_after_a_refresh(run_ranks):
+@on_ranks(2)
+def test_what_layers_hand_on_is_found_anew_after_a_refresh(rank, group):
     class Cut(nn.Module):
         width = WIDTH
 
@@ -211,18 +211,15 @@ def test_what_layers_hand_on_is_found_anew_after_a_refresh(run_ranks):
         def forward(self, x, mask):
             return x.sum(dim=1)
 
-    def train(rank, group):
-        layers = [Embed(), Cut(), Sum()]
-        model = Pipeline(layers, loss_of, num_microbatches=2, process_group=group, boundaries=(0, 2, 3))
-        tokens, target = sample(0, 4, 3)
-        num_bytes = []
-        for layers[1].width in (WIDTH, 4):
-            model.step(tokens, target=target % 4)
-            num_bytes.append(model.message_bytes)
-            model.refresh()
-        return num_bytes
-
-    first, second = run_ranks(train, 2)
+    layers = [Embed(), Cut(), Sum()]
+    model = Pipeline(layers, loss_of, num_microbatches=2, process_group=group, boundaries=(0, 2, 3))
+    tokens, target = sample(0, 4, 3)
+    num_bytes = []
+    for layers[1].width in (WIDTH, 4):
+        model.step(tokens, target=target % 4)
+        num_bytes.append(model.message_bytes)
+        model.refresh()
+    first, second = gathered(group, num_bytes)
     assert first == second
     (_, *usual), (_, *cut) = first  # of two samples of three words: float32 both ways, and a mask
     assert usual == [2 * 3 * (WIDTH * 4 + 0.5)] * 2 + [2 * WIDTH * 4]

@@ -6,6 +6,7 @@ import types
 import pytest
 import torch
 from helpers import sleeping_layers
+from helpers.on_ranks import gathered, on_ranks
 from helpers.sleeping_layers import BACKWARD_S, FORWARD_S, MICRO, Pace, layers_of
 from torch import nn
 
@@ -41,35 +42,6 @@ def test_seconds_are_scaled_to_the_mean_count_of_the_blocks_since_the_last_profi
     block = counter.measured_block()  # the mean is (7 + 9) / 8 = 2
     assert block.mean_seconds(0, 9.0, 18.0) == pytest.approx((2.0, 4.0))
     assert block.mean_seconds(1, 9.0, 18.0) == pytest.approx((9.0, 18.0))
-
-
-def test_a_layer_without_work_in_the_measured_block_keeps_its_seconds_per_count():
-    counter, counts, _ = counter_of(1)
-    counted(counter, counts, *[[4.0]] * 8)
-    counter.measured_block().mean_seconds(0, 8.0, 12.0)
-    counted(counter, counts, *[[4.0]] * 7, [0.0])
-    assert counter.measured_block().mean_seconds(0, 0.1, 0.1) == pytest.approx((7.0, 10.5))  # of 3.5
-
-
-def test_layers_that_have_moved_are_counted_since_they_are_here():
-    counter, counts, pipeline = counter_of(2)
-    pipeline.present = range(1)
-    counted(counter, counts, *[[1.0, 0.0]] * 8)
-    counter.begin_block()
-    pipeline.present = range(1, 2)  # moves within the block
-    counter.end_block()
-    counted(counter, counts, [0.0, 2.0], [0.0, 4.0])
-    block = counter.measured_block()
-    assert block.mean_seconds(1, 4.0, 4.0) == pytest.approx((3.0, 3.0))
-    assert set(block.counts) == {1}
-
-
-@pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf, "many", None])
-def test_what_is_no_count_is_kept_as_an_error(wrong):
-    counter = WorkCounter(pipeline_of([nn.Identity()]), lambda layer: wrong)
-    counter.begin_block()
-    counter.end_block()
-    assert isinstance(counter.measured_block().error, (ValueError, TypeError))
 
 
 class Experts(nn.Module):
@@ -124,13 +96,11 @@ def trained(group, num_steps, tokens_of, **options):
     return records
 
 
-def test_a_profile_tells_the_mean_block_of_a_layer_whose_tokens_change(run_ranks):
+@on_ranks(2)
+def test_a_profile_tells_the_mean_block_of_a_layer_whose_tokens_change(rank, group):
     """Three times as many in each block that is measured, 1, 11, 21, ..."""
 
-    def check(rank, group):
-        return trained(group, 33, lambda step: 3.0 if step % 10 == 1 else 1.0, profile_every=10)
-
-    first, second = run_ranks(check, 2)
+    first, second = gathered(group, trained(group, 33, lambda step: 3.0 if step % 10 == 1 else 1.0, profile_every=10))
     assert [one.layers for one in first] == [one.layers for one in second]
     assert [one.step for one in first] == [3, 13, 23, 33]
     for record, mean in zip(first[1:], (1.2, 1.2, 1.2), strict=True):  # of ten blocks
@@ -139,15 +109,13 @@ def test_a_profile_tells_the_mean_block_of_a_layer_whose_tokens_change(run_ranks
         assert backward_s == pytest.approx([MICRO * BACKWARD_S, mean * MICRO * BACKWARD_S])
 
 
-def test_work_that_cannot_be_counted_is_an_error_on_every_rank(run_ranks):
-    def check(rank, group):
-        def tokens_of(step):
-            return -1.0 if rank == 1 else 1.0
+@on_ranks(2)
+def test_work_that_cannot_be_counted_is_an_error_on_every_rank(rank, group):
+    def tokens_of(step):
+        return -1.0 if rank == 1 else 1.0
 
-        with pytest.raises(ValueError, match=r"count_work failed on stages \[1\]") as caught:
-            trained(group, 4, tokens_of, profile_every=1)
-        return str(caught.value)
-
-    first, second = run_ranks(check, 2)
+    with pytest.raises(ValueError, match=r"count_work failed on stages \[1\]") as caught:
+        trained(group, 4, tokens_of, profile_every=1)
+    first, second = gathered(group, str(caught.value))
     assert first == "count_work failed on stages [1]"
     assert second.startswith(first) and "count_work returned -1.0 for layer 1" in second

@@ -8,7 +8,6 @@ from helpers.pipelines import World
 from torch import nn
 
 from zeroresize.pipeline import LayerProfile, ProfileRecord, plan_pipeline, profiles_on_meta
-from zeroresize.policy.pipeline.profiles import PipelineProfile
 from zeroresize.runtime.simulated_steps import simulated_step
 
 MICRO = 8
@@ -94,19 +93,6 @@ def test_layers_without_memory_are_counted_as_real_ones_are():
 def test_only_layers_without_memory_are_counted(layers, inputs, flops_per_s, message):
     with pytest.raises(ValueError, match=message):
         profiles_on_meta(layers, inputs, num_microbatches=1, flops_per_s=flops_per_s)
-
-
-def test_ratios_are_of_the_slowest_stages_step():
-    def layer(seconds):
-        return LayerProfile(seconds / 2, seconds / 2, 1, 1, 1, 1)
-
-    profile = PipelineProfile((layer(2.0), layer(1.0), layer(4.0)), (8.0, 10.0), (0, 2, 3), loss_s=1.0)
-    assert profile.computed_s == (3.0, 5.0)
-    assert profile.bubble_ratios == pytest.approx((0.7, 0.5))
-    assert profile.bubble_ratio == pytest.approx(0.6)
-    assert profile.imbalance == pytest.approx(2.0 / 4.0)
-    nothing = PipelineProfile((layer(0.0), layer(0.0)), (0.0, 0.0), (0, 1, 2))
-    assert nothing.bubble_ratios == (0.0, 0.0) and nothing.imbalance == 0.0
 
 
 def test_a_record_tells_of_layers_stages_and_bubbles_in_plain_numbers():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import pipelines
 from helpers.faults import Evil
+from helpers.on_ranks import gathered, on_ranks
 from helpers.pipelines import BOUNDARIES, OPTIMIZERS, WIDTH, assert_same, groups_of, held, pipeline_of
 from torch import nn
 
@@ -61,26 +62,24 @@ def test_there_and_home_again_leaves_every_bit_whatever_the_rounds(run_ranks, ma
     assert [(one.sent_bytes, one.received_bytes) for one in first] == [(layer, 0), (0, 3 * layer), (2 * layer, 0)]
 
 
-def test_the_optimizer_steps_what_came_and_forgets_what_went(run_ranks):
-    def check(rank, group):
-        pipeline, optimizer = trained(group)
-        groups = [[id(one) for one in group["params"]] for group in optimizer.param_groups]
-        # These remember shapes for as long as something, such as the graph of a loss, holds on to them.
-        learning = [one for one in pipeline.parameters() if one.requires_grad]
-        accumulators = [one.expand_as(one).grad_fn.next_functions[0][0] for one in learning]
-        move_layers(pipeline, (0, 6, 7), optimizer=optimizer)
-        assert [[id(one) for one in group["params"]] for group in optimizer.param_groups] == groups
-        learning = [one for name, one in pipeline.named_parameters() if one.numel() and one.requires_grad]
-        assert set(map(id, optimizer.state)) == set(map(id, learning))
-        assert {state["step"].item() for state in optimizer.state.values()} == {2.0}
-        assert not any(one.grad is not None for one in pipeline.parameters() if not one.numel())
-        before = [one.detach().clone() for one in learning]
-        pipelines.train_step(pipeline, optimizer, 3)
-        assert {state["step"].item() for state in optimizer.state.values()} == {3.0}
-        assert not any(torch.equal(one, other) for one, other in zip(learning, before, strict=True))
-        assert len(accumulators) >= len(learning)
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_the_optimizer_steps_what_came_and_forgets_what_went(rank, group):
+    pipeline, optimizer = trained(group)
+    groups = [[id(one) for one in group["params"]] for group in optimizer.param_groups]
+    # These remember shapes for as long as something, such as the graph of a loss, holds on to them.
+    learning = [one for one in pipeline.parameters() if one.requires_grad]
+    accumulators = [one.expand_as(one).grad_fn.next_functions[0][0] for one in learning]
+    move_layers(pipeline, (0, 6, 7), optimizer=optimizer)
+    assert [[id(one) for one in group["params"]] for group in optimizer.param_groups] == groups
+    learning = [one for name, one in pipeline.named_parameters() if one.numel() and one.requires_grad]
+    assert set(map(id, optimizer.state)) == set(map(id, learning))
+    assert {state["step"].item() for state in optimizer.state.values()} == {2.0}
+    assert not any(one.grad is not None for one in pipeline.parameters() if not one.numel())
+    before = [one.detach().clone() for one in learning]
+    pipelines.train_step(pipeline, optimizer, 3)
+    assert {state["step"].item() for state in optimizer.state.values()} == {3.0}
+    assert not any(torch.equal(one, other) for one, other in zip(learning, before, strict=True))
+    assert len(accumulators) >= len(learning)
 
 
 @pytest.mark.parametrize("during", [False, True])
@@ -111,7 +110,8 @@ def test_extra_state_that_could_run_code_does_not_and_nothing_moves(run_ranks, t
     assert not (tmp_path / "marker").exists()
 
 
-def test_what_changed_in_training_moves_too(run_ranks):
+@on_ranks(2)
+def test_what_changed_in_training_moves_too(rank, group):
     """Frozen parameters, the mode of modules, buffers that were None, dtypes, extra state, hooks and layouts."""
 
     class Counting(nn.Module):
@@ -130,61 +130,57 @@ def test_what_changed_in_training_moves_too(run_ranks):
         def set_extra_state(self, state):
             self.count = state["count"]
 
-    def check(rank, group):
-        layers = [nn.Linear(1, 1), Counting(), Counting()]
-        pipeline = pipeline_of(group, (0, 2, 3), layers=layers)
-        moving, seen = layers[1], []
-        moving.kernel.register_hook(seen.append)
-        if rank == 0:
-            moving.kernel.data.fill_(2.0)
-            moving.every_other.requires_grad_(False)
-            moving.late, moving.early, moving.count = torch.tensor([True]), None, 7
-            moving.inner.eval()
-            moving.kernel.data = moving.kernel.data.to(torch.bfloat16)
-            moving.kernel.grad = torch.ones_like(moving.kernel)
-        move_layers(pipeline, (0, 1, 3), optimizer=None)
-        if rank == 0:
-            assert moving.kernel.shape == (0, 3, 4, 5) and moving.late.numel() == 0 and moving.early is None
-            assert moving.kernel.grad is None
-            return
-        assert moving.kernel.dtype == torch.bfloat16 and torch.equal(moving.kernel.grad, torch.ones_like(moving.kernel))
-        assert moving.kernel.is_contiguous(memory_format=torch.channels_last) and (moving.kernel == 2.0).all()
-        assert moving.every_other.tolist() == [[0.0, 2.0], [4.0, 6.0], [8.0, 10.0]]
-        assert not moving.every_other.requires_grad and moving.end.tolist() == [4.0, 5.0]
-        assert moving.late.tolist() == [True] and moving.early is None and moving.count == 7
-        assert moving.training and not moving.inner.training
-        assert pipeline.layers[2].count == 0
-        moving.kernel.sum().backward()
-        assert seen[0].shape == moving.kernel.shape
-
-    run_ranks(check, 2)
+    layers = [nn.Linear(1, 1), Counting(), Counting()]
+    pipeline = pipeline_of(group, (0, 2, 3), layers=layers)
+    moving, seen = layers[1], []
+    moving.kernel.register_hook(seen.append)
+    if rank == 0:
+        moving.kernel.data.fill_(2.0)
+        moving.every_other.requires_grad_(False)
+        moving.late, moving.early, moving.count = torch.tensor([True]), None, 7
+        moving.inner.eval()
+        moving.kernel.data = moving.kernel.data.to(torch.bfloat16)
+        moving.kernel.grad = torch.ones_like(moving.kernel)
+    move_layers(pipeline, (0, 1, 3), optimizer=None)
+    if rank == 0:
+        assert moving.kernel.shape == (0, 3, 4, 5) and moving.late.numel() == 0 and moving.early is None
+        assert moving.kernel.grad is None
+        return
+    assert moving.kernel.dtype == torch.bfloat16 and torch.equal(moving.kernel.grad, torch.ones_like(moving.kernel))
+    assert moving.kernel.is_contiguous(memory_format=torch.channels_last) and (moving.kernel == 2.0).all()
+    assert moving.every_other.tolist() == [[0.0, 2.0], [4.0, 6.0], [8.0, 10.0]]
+    assert not moving.every_other.requires_grad and moving.end.tolist() == [4.0, 5.0]
+    assert moving.late.tolist() == [True] and moving.early is None and moving.count == 7
+    assert moving.training and not moving.inner.training
+    assert pipeline.layers[2].count == 0
+    moving.kernel.sum().backward()
+    assert seen[0].shape == moving.kernel.shape
 
 
-def test_tied_layers_move_together_only(run_ranks):
-    def check(rank, group):
-        layers = [nn.Linear(4, 4) for _ in range(4)]
-        layers[2].weight = layers[1].weight
-        layers[2].requires_grad_(False)
-        with pytest.raises(ValueError, match=r"layers\.1\.weight and layers\.2\.weight are one parameter .* 0 and 1"):
-            pipeline_of(group, (0, 2, 4), layers=layers)
-        pipeline = pipeline_of(group, (0, 3, 4), layers=layers)
-        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
-        before = held(pipeline, optimizer)
-        with pytest.raises(ValueError, match="layers that share parameters must be on one stage"):
-            move_layers(pipeline, (0, 2, 4), optimizer=optimizer)
-        assert_same(held(pipeline, optimizer), before)
-        weight = layers[1].weight.detach().clone()
-        report = move_layers(pipeline, (0, 1, 4), optimizer=optimizer)
-        assert layers[1].weight is layers[2].weight and layers[1].weight.numel() == (0, 16)[rank]
-        return report.received_bytes, weight, layers[1].weight
-
-    (_, weight, _), (received, _, arrived) = run_ranks(check, 2)
+@on_ranks(2)
+def test_tied_layers_move_together_only(rank, group):
+    layers = [nn.Linear(4, 4) for _ in range(4)]
+    layers[2].weight = layers[1].weight
+    layers[2].requires_grad_(False)
+    with pytest.raises(ValueError, match=r"layers\.1\.weight and layers\.2\.weight are one parameter .* 0 and 1"):
+        pipeline_of(group, (0, 2, 4), layers=layers)
+    pipeline = pipeline_of(group, (0, 3, 4), layers=layers)
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+    before = held(pipeline, optimizer)
+    with pytest.raises(ValueError, match="layers that share parameters must be on one stage"):
+        move_layers(pipeline, (0, 2, 4), optimizer=optimizer)
+    assert_same(held(pipeline, optimizer), before)
+    weight = layers[1].weight.detach().clone()
+    report = move_layers(pipeline, (0, 1, 4), optimizer=optimizer)
+    assert layers[1].weight is layers[2].weight and layers[1].weight.numel() == (0, 16)[rank]
+    (_, weight, _), (received, _, arrived) = gathered(group, (report.received_bytes, weight, layers[1].weight))
     assert torch.equal(arrived, weight)
     assert received == 4 * (16 + 4 + 4)  # the weight once, and both biases
 
 
 @pytest.mark.parametrize("what", ["a module", "a tensor"])
-def test_buffers_that_layers_share_stay_everywhere(run_ranks, what):
+@on_ranks(2)
+def test_buffers_that_layers_share_stay_everywhere(rank, group, *, what):
     class Scaled(nn.Module):
         def __init__(self, table, scale):
             super().__init__()
@@ -195,45 +191,9 @@ def test_buffers_that_layers_share_stay_everywhere(run_ranks, what):
         def forward(self, x):
             return x * self.table.scale * self.weight
 
-    def check(rank, group):
-        table, scale = nn.Module(), torch.arange(4.0)
-        pipeline = pipeline_of(group, (0, 1, 4), layers=[Scaled(table, scale) for _ in range(4)])
-        for boundaries in ((0, 3, 4), (0, 2, 4)):
-            report = move_layers(pipeline, boundaries, optimizer=None)
-        assert all(layer.table.scale.tolist() == [0.0, 1.0, 2.0, 3.0] for layer in pipeline.layers)
-        return report.sent_bytes
-
-    assert run_ranks(check, 2) == [16, 0]
-
-
-def test_layers_without_tensors_and_with_several_tensors_move(run_ranks):
-    class Split(nn.Module):
-        def forward(self, x):
-            return x[..., :2], x[..., 2:].long()
-
-    class Join(nn.Module):
-        def forward(self, first, other):
-            return torch.cat([first, other.to(first.dtype)], dim=-1)
-
-    def layers_of_several():
-        torch.manual_seed(1)
-        return [nn.Linear(4, 5), Split(), Join(), nn.Tanh(), nn.Linear(5, 1)]
-
-    def check(rank, group):
-        pipeline = pipeline_of(group, (0, 2, 5), layers=layers_of_several(), loss=nn.functional.mse_loss)
-        losses = []
-        for boundaries in [(0, 1, 5), (0, 3, 5), (0, 4, 5), (0, 2, 5)]:
-            losses.append(pipeline.step(x, target=torch.zeros(8, 1)))
-            move_layers(pipeline, boundaries, optimizer=None)
-        return [one.item() for one in losses if one is not None], pipeline.layers[0].weight.grad
-
-    x = torch.arange(32.0).view(8, 4).sin()
-    (_, gradient), (losses, _) = run_ranks(check, 2)
-    model = nn.ModuleList(layers_of_several())
-    output = x
-    for layer in model:
-        output = layer(*output) if isinstance(output, tuple) else layer(output)
-    loss = output.square().mean()
-    (4 * loss).backward()
-    torch.testing.assert_close(torch.tensor(losses), loss.detach().expand(4))
-    torch.testing.assert_close(gradient, model[0].weight.grad)
+    table, scale = nn.Module(), torch.arange(4.0)
+    pipeline = pipeline_of(group, (0, 1, 4), layers=[Scaled(table, scale) for _ in range(4)])
+    for boundaries in ((0, 3, 4), (0, 2, 4)):
+        report = move_layers(pipeline, boundaries, optimizer=None)
+    assert all(layer.table.scale.tolist() == [0.0, 1.0, 2.0, 3.0] for layer in pipeline.layers)
+    assert gathered(group, report.sent_bytes) == [16, 0]

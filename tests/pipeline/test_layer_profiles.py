@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import pipelines
+from helpers.on_ranks import gathered, on_ranks
 from helpers.pipelines import batch, pipeline_of
 from helpers.processes import for_each
 from torch import nn
@@ -53,30 +54,28 @@ class Working(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_a_layer_with_k_times_the_work_takes_k_times_the_seconds(run_ranks, monkeypatch, schedule):
+@on_ranks(2)
+def test_a_layer_with_k_times_the_work_takes_k_times_the_seconds(rank, group, *, monkeypatch, schedule):
     works = [1.0, 3.0, 2.0, 5.0, 4.0]
 
-    def check(rank, group):
-        clock = Clock(monkeypatch)
-        layers = [Working(clock, work) for work in works]
+    clock = Clock(monkeypatch)
+    layers = [Working(clock, work) for work in works]
 
-        def loss(outputs, target):  # belongs to no layer
-            if type(outputs) is torch.Tensor:  # not where it is asked what counts
-                outputs = _Passing.apply(outputs, clock, 100.0, 100.0)
-            return nn.functional.mse_loss(outputs, target)
+    def loss(outputs, target):  # belongs to no layer
+        if type(outputs) is torch.Tensor:  # not where it is asked what counts
+            outputs = _Passing.apply(outputs, clock, 100.0, 100.0)
+        return nn.functional.mse_loss(outputs, target)
 
-        pipeline = pipeline_of(group, (0, 2, 5), layers=layers, loss=loss, schedule=schedule)
-        x, profiles = torch.ones(8, 4), []
-        for boundaries in ((0, 4, 5), (0, 1, 5), (0, 2, 5)):
+    pipeline = pipeline_of(group, (0, 2, 5), layers=layers, loss=loss, schedule=schedule)
+    x, profiles = torch.ones(8, 4), []
+    for boundaries in ((0, 4, 5), (0, 1, 5), (0, 2, 5)):
+        pipeline.step(x, target=x)
+        move_layers(pipeline, boundaries, optimizer=None)
+        with LayerProfiler(pipeline) as profiler:
             pipeline.step(x, target=x)
-            move_layers(pipeline, boundaries, optimizer=None)
-            with LayerProfiler(pipeline) as profiler:
-                pipeline.step(x, target=x)
-            profiles.append(profiler.gather())
-            assert profiles[-1].boundaries == boundaries
-        return profiles
-
-    first, second = run_ranks(check, 2)
+        profiles.append(profiler.gather())
+        assert profiles[-1].boundaries == boundaries
+    first, second = gathered(group, profiles)
     assert first == second
     for profile in first:
         assert [one.forward_s for one in profile.layers] == [pipelines.MICRO * work for work in works]
@@ -88,26 +87,25 @@ def test_a_layer_with_k_times_the_work_takes_k_times_the_seconds(run_ranks, monk
         assert profile.stage_s == tuple(pipelines.MICRO * one for one in of_stage)
 
 
-def test_frozen_layers_have_no_backward_and_recomputing_is_backward(run_ranks, monkeypatch):
-    def check(rank, group):
-        clock = Clock(monkeypatch)
-        layers = [Working(clock, 1.0), Working(clock, 2.0), Working(clock, 4.0, recomputes=True), nn.Identity()]
-        for layer in layers[:2]:
-            layer.requires_grad_(False)
-        pipeline = pipeline_of(group, (0, 3, 4), layers=layers, loss=nn.functional.mse_loss)
-        x = torch.ones(8, 4)
+@on_ranks(2)
+def test_frozen_layers_have_no_backward_and_recomputing_is_backward(rank, group, *, monkeypatch):
+    clock = Clock(monkeypatch)
+    layers = [Working(clock, 1.0), Working(clock, 2.0), Working(clock, 4.0, recomputes=True), nn.Identity()]
+    for layer in layers[:2]:
+        layer.requires_grad_(False)
+    pipeline = pipeline_of(group, (0, 3, 4), layers=layers, loss=nn.functional.mse_loss)
+    x = torch.ones(8, 4)
+    pipeline.step(x, target=x)
+    with LayerProfiler(pipeline) as profiler:
         pipeline.step(x, target=x)
-        with LayerProfiler(pipeline) as profiler:
-            pipeline.step(x, target=x)
-        return profiler.gather()
-
-    profile, _ = run_ranks(check, 2)
+    profile, _ = gathered(group, profiler.gather())
     assert [one.forward_s for one in profile.layers] == [4.0, 8.0, 16.0, 0.0]
     # Only what leads to a weight that learns: the layer's second half, and the forward up to it once more.
     assert [one.backward_s for one in profile.layers] == [0.0, 0.0, 4 * (4.0 + 2.0), 0.0]
 
 
-def test_bytes_are_those_counted_by_hand(run_ranks):
+@on_ranks(2)
+def test_bytes_are_those_counted_by_hand(rank, group):
     class Counted(nn.Module):
         def __init__(self):
             super().__init__()
@@ -117,22 +115,19 @@ def test_bytes_are_those_counted_by_hand(run_ranks):
         def forward(self, x):
             return torch.relu(self.linear(x))
 
-    def check(rank, group):
-        layers = [Counted(), nn.Linear(8, 4, bias=False, dtype=torch.float64), Counted(), nn.ReLU()]
-        pipeline = pipeline_of(group, (0, 2, 4), layers=layers, loss=nn.functional.mse_loss)
-        optimizer = torch.optim.AdamW(pipeline.parameters())
-        x, y = torch.ones(8, 4, dtype=torch.float64), torch.ones(8, 8, dtype=torch.float64)
-        profiles = []
-        for _ in range(2):
-            pipeline.evaluate(x)
-            optimizer.zero_grad()
-            with LayerProfiler(pipeline, optimizer) as profiler:
-                pipeline.step(x, target=y)
-            profiles.append(profiler.gather())
-            optimizer.step()
-        return profiles
-
-    (before, after), _ = run_ranks(check, 2)
+    layers = [Counted(), nn.Linear(8, 4, bias=False, dtype=torch.float64), Counted(), nn.ReLU()]
+    pipeline = pipeline_of(group, (0, 2, 4), layers=layers, loss=nn.functional.mse_loss)
+    optimizer = torch.optim.AdamW(pipeline.parameters())
+    x, y = torch.ones(8, 4, dtype=torch.float64), torch.ones(8, 8, dtype=torch.float64)
+    profiles = []
+    for _ in range(2):
+        pipeline.evaluate(x)
+        optimizer.zero_grad()
+        with LayerProfiler(pipeline, optimizer) as profiler:
+            pipeline.step(x, target=y)
+        profiles.append(profiler.gather())
+        optimizer.step()
+    (before, after), _ = gathered(group, profiles)
     weights = [8 * (4 * 8 + 8) + 4 * 5, 8 * 8 * 4, 8 * (4 * 8 + 8) + 4 * 5, 0]
     gradients = [8 * (4 * 8 + 8), 8 * 8 * 4, 8 * (4 * 8 + 8), 0]
     micro = 8 // pipelines.MICRO

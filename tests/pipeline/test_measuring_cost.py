@@ -1,15 +1,12 @@
 """What measuring costs decides how often layers are measured, alike on all ranks."""
 
-import time
-
 import pytest
 import torch
+from helpers.on_ranks import gathered, on_ranks
 from helpers.sleeping_layers import MICRO, batch, layers_of
 from torch import nn
 
 from zeroresize.pipeline import LayerProfiler, Pipeline, PipelineBalancer, measuring
-from zeroresize.pipeline.measuring import BlockSeconds
-from zeroresize.policy.pipeline.profile_cadence import SpentSeconds
 
 pytestmark = pytest.mark.same_ranks
 
@@ -56,90 +53,31 @@ def training(group, clock, **options):
     ("profile_s", "profile_every", "interval"),
     [(0.198, "auto", 40), (0.01, "auto", 10), (0.01, 25, 25), (0.198, 25, 40)],
 )
+@on_ranks(2)
 def test_dear_profiles_become_rare_and_cheap_ones_come_as_often_as_allowed(
-    run_ranks, monkeypatch, profile_s, profile_every, interval
+    rank, group, *, monkeypatch, profile_s, profile_every, interval
 ):
     """Cheap and dear on this clock; ranks differ, and agree on the mean."""
 
-    def check(rank, group):
-        clock = Clock(monkeypatch, profile_s * (0.5 + rank))
-        balancer, records, train = training(group, clock, profile_every=profile_every)
-        train(150)
-        steps = [one.step for one in records]
-        assert balancer._rebalancing.interval == interval
-        return steps, [one.profile_every for one in records], [round(one.profile_cost, 9) for one in records[1:]]
-
-    first, second = run_ranks(check, 2)
+    clock = Clock(monkeypatch, profile_s * (0.5 + rank))
+    balancer, records, train = training(group, clock, profile_every=profile_every)
+    train(150)
+    steps = [one.step for one in records]
+    assert balancer._rebalancing.interval == interval
+    first, second = gathered(
+        group, (steps, [one.profile_every for one in records], [round(one.profile_cost, 9) for one in records[1:]])
+    )
     assert first == second
     steps, intervals, costs = first
     assert intervals[-1] == interval and steps[-1] - steps[-2] == interval
     assert costs[-1] == pytest.approx(profile_s)
 
 
-def test_a_hook_that_keeps_the_processor_busy_makes_profiles_rarer(run_ranks, monkeypatch):
-    """On the real clock: measuring takes many steps' time."""
-
-    def check(rank, group):
-        enter = LayerProfiler.__enter__
-
-        def entered(profiler):
-            end = time.thread_time() + 0.2
-            while time.thread_time() < end:
-                pass
-            return enter(profiler)
-
-        monkeypatch.setattr(LayerProfiler, "__enter__", entered)
-        _, records, train = training(group, None)
-        train(30)
-        return [(one.step, one.profile_every) for one in records]
-
-    first, second = run_ranks(check, 2)
-    assert first == second
-    assert first[-1][1] > 50
-
-
-def test_what_must_be_measured_now_does_not_wait_for_a_long_interval(run_ranks, monkeypatch):
-    def check(rank, group):
-        balancer, records, train = training(group, Clock(monkeypatch, 0.198))
-        train(60)
-        num_records = len(records)
-        balancer.profile_next()
-        train(2)
-        return len(records) - num_records
-
-    assert run_ranks(check, 2) == [1, 1]
-
-
-def test_blocks_that_are_measured_or_move_layers_are_not_usual(monkeypatch):
-    now_s = [0.0]
-    monkeypatch.setattr(measuring.time, "thread_time", lambda: now_s[0])
-    seconds = BlockSeconds(torch.device("cpu"))
-    for spent_s, is_measured, is_usual in (
-        (1.0, False, True),
-        (9.0, True, True),
-        (1.0, False, True),
-        (30.0, False, False),
-        (2.0, False, True),
-        (2.0, False, True),
-        (3.0, True, True),
-    ):
-        seconds.begin()
-        now_s[0] += spent_s
-        seconds.end(is_measured=is_measured, is_usual=is_usual)
-        with seconds.handling():
-            now_s[0] += 0.25
-        now_s[0] += 0.5
-    assert seconds.spent() == SpentSeconds(usual_s=1.5, profiled_s=3.0, handling_s=7 * 0.25, step_s=1.5 + 0.75)
-    seconds.forget()
-    assert seconds.spent() == SpentSeconds(usual_s=0.0, profiled_s=3.0, handling_s=0.0, step_s=0.0)
-
-
-def test_the_time_of_waits_is_not_spent():
-    seconds = BlockSeconds(torch.device("cpu"))
-    for _ in range(4):
-        seconds.begin()
-        time.sleep(0.05)
-        seconds.end(is_measured=False, is_usual=True)
-    seconds.begin()
-    spent = seconds.spent()
-    assert 0.0 < spent.usual_s < 0.05 and 0.0 < spent.step_s < 0.05
+@on_ranks(2)
+def test_what_must_be_measured_now_does_not_wait_for_a_long_interval(rank, group, *, monkeypatch):
+    balancer, records, train = training(group, Clock(monkeypatch, 0.198))
+    train(60)
+    num_records = len(records)
+    balancer.profile_next()
+    train(2)
+    assert len(records) - num_records == 1

@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from helpers.on_ranks import on_ranks
 from helpers.pipelines import Limited, assert_same, batch, held, pipeline_of
 from helpers.processes import told_by_survivors
 from torch import nn
@@ -82,40 +83,33 @@ def test_a_rank_that_stops_in_the_block_is_waited_for_once(tmp_path, stopped):
 
 
 @pytest.mark.parametrize("kind", [ArithmeticError, KeyboardInterrupt])
-def test_a_step_that_fails_or_is_interrupted_moves_nothing_and_says_why(run_ranks, kind):
-    def check(rank, group):
-        training = Training(group)
-        with (
-            training.fails(kind),
-            moving_during_backward(training.pipeline, (0, 6, 7), optimizer=training.optimizer),
-        ):
-            training.step()
+@on_ranks(2)
+def test_a_step_that_fails_or_is_interrupted_moves_nothing_and_says_why(rank, group, *, kind):
+    training = Training(group)
+    with training.fails(kind), moving_during_backward(training.pipeline, (0, 6, 7), optimizer=training.optimizer):
+        training.step()
+        raise kind
+    with (
+        training.fails(kind if rank == 0 else RuntimeError) as texts,
+        moving_during_backward(training.pipeline, (0, 6, 7), optimizer=training.optimizer),
+    ):
+        training.step()
+        if rank == 0:
             raise kind
-        with (
-            training.fails(kind if rank == 0 else RuntimeError) as texts,
-            moving_during_backward(training.pipeline, (0, 6, 7), optimizer=training.optimizer),
-        ):
-            training.step()
-            if rank == 0:
-                raise kind
-        assert rank == 0 or "ranks [0] of the group have not received everything" in texts[0]
-        assert training.moves() == 3
-
-    run_ranks(check, 2)
+    assert rank == 0 or "ranks [0] of the group have not received everything" in texts[0]
+    assert training.moves() == 3
 
 
-def test_bad_input_is_told_before_the_block(run_ranks):
-    def check(rank, group):
-        training = Training(group)
-        with (
-            training.fails(ValueError if rank == 1 else RuntimeError) as texts,
-            moving_during_backward(training.pipeline, (0, 6, 7), optimizer=training.optimizer, num_steps=1 - rank),
-        ):
-            raise AssertionError("the block must not begin")
-        assert ("num_steps=0 is not allowed" if rank else "ranks [1]") in texts[0]
-        assert training.moves() == 3
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_bad_input_is_told_before_the_block(rank, group):
+    training = Training(group)
+    with (
+        training.fails(ValueError if rank == 1 else RuntimeError) as texts,
+        moving_during_backward(training.pipeline, (0, 6, 7), optimizer=training.optimizer, num_steps=1 - rank),
+    ):
+        raise AssertionError("the block must not begin")
+    assert ("num_steps=0 is not allowed" if rank else "ranks [1]") in texts[0]
+    assert training.moves() == 3
 
 
 def test_what_cannot_travel_is_found_at_the_end(run_ranks):
@@ -180,31 +174,29 @@ def test_a_rank_without_memory_for_threads_says_so_and_all_hear_of_it_at_once(ru
     assert "ranks [1] of the group" in first
 
 
-def test_an_optimizer_that_steps_in_the_block_has_all_sent_again(run_ranks):
-    def check(rank, group):
-        results = []
-        words, target = batch(0)
-        for is_early in (True, False):
-            pipeline = pipeline_of(group)
-            optimizer = torch.optim.AdamW(pipeline.parameters())
+@on_ranks(2)
+def test_an_optimizer_that_steps_in_the_block_has_all_sent_again(rank, group):
+    results = []
+    words, target = batch(0)
+    for is_early in (True, False):
+        pipeline = pipeline_of(group)
+        optimizer = torch.optim.AdamW(pipeline.parameters())
 
-            def train(pipeline=pipeline, optimizer=optimizer):
-                pipeline.step(words, target=target)
-                optimizer.step()  # the first one makes state where there was none
-                pipeline.step(words, target=target)
+        def train(pipeline=pipeline, optimizer=optimizer):
+            pipeline.step(words, target=target)
+            optimizer.step()  # the first one makes state where there was none
+            pipeline.step(words, target=target)
 
-            if is_early:
-                with moving_during_backward(pipeline, (0, 6, 7), optimizer=optimizer, num_steps=2) as move:
-                    train()
-                assert move.was_repeated
-            else:
+        if is_early:
+            with moving_during_backward(pipeline, (0, 6, 7), optimizer=optimizer, num_steps=2) as move:
                 train()
-                move_layers(pipeline, (0, 6, 7), optimizer=optimizer)
-            assert pipeline.boundaries == (0, 6, 7)
-            results.append(held(pipeline, optimizer))
-        assert_same(*results)
-
-    run_ranks(check, 2)
+            assert move.was_repeated
+        else:
+            train()
+            move_layers(pipeline, (0, 6, 7), optimizer=optimizer)
+        assert pipeline.boundaries == (0, 6, 7)
+        results.append(held(pipeline, optimizer))
+    assert_same(*results)
 
 
 def test_a_move_that_is_repeated_has_let_go_of_its_first_tensors(run_ranks, monkeypatch):

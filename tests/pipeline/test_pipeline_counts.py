@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from helpers.counted_losses import CASES, WORDS, batch, masked
+from helpers.on_ranks import gathered, on_ranks
 from helpers.processes import caught_log_lines
 from torch import nn
 
@@ -63,62 +64,54 @@ def test_two_stages_count_as_the_undivided_model(run_ranks):
     run_ranks(train, 2)
 
 
-def test_micro_batches_of_other_sizes_do_too(run_ranks):
-    def train(rank, group):
-        words, targets = batch(0)
-        for name in ("function", "weights", "sum and count that only the loss knows", "sum of squares"):
-            pipeline = Pipeline(layers_of(), CASES[name].loss, num_microbatches=3, process_group=group)
-            loss = pipeline.step_microbatches([(part,) for part in words.split((1, 4, 3))], targets.split((1, 4, 3)))
-            check(pipeline, undivided(CASES[name].expected, (words, targets)), [loss])
-
-    run_ranks(train, 2)
+@on_ranks(2)
+def test_micro_batches_of_other_sizes_do_too(rank, group):
+    words, targets = batch(0)
+    for name in ("function", "weights", "sum and count that only the loss knows", "sum of squares"):
+        pipeline = Pipeline(layers_of(), CASES[name].loss, num_microbatches=3, process_group=group)
+        loss = pipeline.step_microbatches([(part,) for part in words.split((1, 4, 3))], targets.split((1, 4, 3)))
+        check(pipeline, undivided(CASES[name].expected, (words, targets)), [loss])
 
 
-def test_replicas_count_together(run_ranks):
+@on_ranks(2)
+def test_replicas_count_together(rank, group):
     """Two pipelines of one stage; the first has fewer samples that count, or none at all."""
 
-    def train(rank, group):
-        pipes = [dist.new_group([member]) for member in range(2)]
-        words, targets = batch(0)
-        for some in (targets, masked(targets, first=4)):
-            for name in ("function", "partial that sums", "weights", "sum and count that only the loss knows"):
-                pipeline = Pipeline(
-                    layers_of(), CASES[name].loss, num_microbatches=2, process_group=pipes[rank], replicas=group
-                )  # fmt: skip
-                mine = words.chunk(2)[rank], some.chunk(2)[rank]
-                loss = pipeline.step(mine[0], target=mine[1])
-                sums = {key: parameter.grad.clone() for key, parameter in pipeline.named_parameters()}
-                for tensor in (loss, *sums.values()):
-                    dist.all_reduce(tensor, group=group)
-                    tensor /= 2
-                check(pipeline, undivided(CASES[name].expected, (words, some)), [loss], sums)
-
-    run_ranks(train, 2)
+    pipes = [dist.new_group([member]) for member in range(2)]
+    words, targets = batch(0)
+    for some in (targets, masked(targets, first=4)):
+        for name in ("function", "partial that sums", "weights", "sum and count that only the loss knows"):
+            pipeline = Pipeline(
+                layers_of(), CASES[name].loss, num_microbatches=2, process_group=pipes[rank], replicas=group
+            )  # fmt: skip
+            mine = words.chunk(2)[rank], some.chunk(2)[rank]
+            loss = pipeline.step(mine[0], target=mine[1])
+            sums = {key: parameter.grad.clone() for key, parameter in pipeline.named_parameters()}
+            for tensor in (loss, *sums.values()):
+                dist.all_reduce(tensor, group=group)
+                tensor /= 2
+            check(pipeline, undivided(CASES[name].expected, (words, some)), [loss], sums)
 
 
-def test_a_batch_that_counts_nothing_is_an_error_on_all_stages(run_ranks):
-    def train(rank, group):
-        words, targets = batch(0)
-        for name in ("function", "weights", "sum and count", "sum and count that only the loss knows"):
-            pipeline = Pipeline(layers_of(), CASES[name].loss, num_microbatches=4, process_group=group)
-            for _ in range(2):  # also once it is known that the loss tells afterwards
-                with pytest.raises(ValueError if rank else RuntimeError, match=r"there is no mean|failed before"):
-                    pipeline.step(words, target=torch.full_like(targets, -100))
-                pipeline.step(words, target=targets)
-
-    run_ranks(train, 2)
+@on_ranks(2)
+def test_a_batch_that_counts_nothing_is_an_error_on_all_stages(rank, group):
+    words, targets = batch(0)
+    for name in ("function", "weights", "sum and count", "sum and count that only the loss knows"):
+        pipeline = Pipeline(layers_of(), CASES[name].loss, num_microbatches=4, process_group=group)
+        for _ in range(2):  # also once it is known that the loss tells afterwards
+            with pytest.raises(ValueError if rank else RuntimeError, match=r"there is no mean|failed before"):
+                pipeline.step(words, target=torch.full_like(targets, -100))
+            pipeline.step(words, target=targets)
 
 
-def test_layers_that_move_meanwhile_take_scaled_gradients_along(run_ranks):
-    def train(rank, group):
-        case, batches = CASES["sum and count that only the loss knows"], [batch(0), batch(1)]
-        pipeline = Pipeline(layers_of(), case.loss, num_microbatches=4, process_group=group, boundaries=(0, 2, 5))
-        losses = [pipeline.step(batches[0][0], target=batches[0][1])]
-        with moving_during_backward(pipeline, (0, 1, 5), optimizer=None):
-            losses.append(pipeline.step(batches[1][0], target=batches[1][1]))
-        check(pipeline, undivided(case.expected, *batches), losses)
-
-    run_ranks(train, 2)
+@on_ranks(2)
+def test_layers_that_move_meanwhile_take_scaled_gradients_along(rank, group):
+    case, batches = CASES["sum and count that only the loss knows"], [batch(0), batch(1)]
+    pipeline = Pipeline(layers_of(), case.loss, num_microbatches=4, process_group=group, boundaries=(0, 2, 5))
+    losses = [pipeline.step(batches[0][0], target=batches[0][1])]
+    with moving_during_backward(pipeline, (0, 1, 5), optimizer=None):
+        losses.append(pipeline.step(batches[1][0], target=batches[1][1]))
+    check(pipeline, undivided(case.expected, *batches), losses)
 
 
 def plain_sum(outputs, targets):
@@ -149,16 +142,14 @@ class Unknown(nn.Module):
         (Unknown(), "ignores targets"),
     ],
 )
-def test_what_is_not_known_of_a_loss_is_warned_of_once_where_it_may_be_wrong(run_ranks, loss, warning):
-    def train(rank, group):
-        words, targets = batch(0)
-        pipeline = Pipeline(layers_of(), loss, num_microbatches=4, process_group=group)
-        with caught_log_lines(logging.WARNING) as lines:
-            for _ in range(2):
-                state = torch.get_rng_state()
-                pipeline.step(words, target=targets)
-                assert torch.equal(state, torch.get_rng_state())
-        return lines
-
-    first, last = run_ranks(train, 2)
+@on_ranks(2)
+def test_what_is_not_known_of_a_loss_is_warned_of_once_where_it_may_be_wrong(rank, group, *, loss, warning):
+    words, targets = batch(0)
+    pipeline = Pipeline(layers_of(), loss, num_microbatches=4, process_group=group)
+    with caught_log_lines(logging.WARNING) as lines:
+        for _ in range(2):
+            state = torch.get_rng_state()
+            pipeline.step(words, target=targets)
+            assert torch.equal(state, torch.get_rng_state())
+    first, last = gathered(group, lines)
     assert first == [] and [warning in line for line in last] == ([True] if warning else [])

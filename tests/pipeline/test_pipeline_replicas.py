@@ -5,14 +5,12 @@ import time
 from datetime import timedelta
 
 import pytest
-import torch
 import torch.distributed as dist
-from helpers import pipelines, sleeping_layers
+from helpers import sleeping_layers
+from helpers.on_ranks import gathered, on_ranks
 from helpers.processes import dying, send_half, told_by_survivors
 from helpers.sleeping_layers import undivided_losses
-from torch.distributed.device_mesh import init_device_mesh
 
-from zeroresize.pipeline import PipelineBalancer
 from zeroresize.resharding import agreement, transaction, transport
 
 pytestmark = pytest.mark.same_ranks
@@ -42,17 +40,15 @@ class Replica(sleeping_layers.Training):
                 parameter.grad /= 2
 
 
-def test_a_straggler_in_one_replica_moves_layers_in_both(run_ranks):
-    def check(rank, group):
-        training = Replica(rank)
-        boundaries = [training.train(6)]
-        training.pace.of_rank = 3.0 if rank == 3 else 1.0
-        boundaries.append(training.train(10))
-        training.pace.of_rank = 1.0
-        boundaries.append(training.train(10))
-        return boundaries, training.records, training.balancer.state_dict(), training.losses
-
-    by_rank = run_ranks(check, 4)
+@on_ranks(4)
+def test_a_straggler_in_one_replica_moves_layers_in_both(rank, group):
+    training = Replica(rank)
+    boundaries = [training.train(6)]
+    training.pace.of_rank = 3.0 if rank == 3 else 1.0
+    boundaries.append(training.train(10))
+    training.pace.of_rank = 1.0
+    boundaries.append(training.train(10))
+    by_rank = gathered(group, (boundaries, training.records, training.balancer.state_dict(), training.losses))
     assert all(told[:3] == by_rank[0][:3] for told in by_rank)
     even, slow, recovered = by_rank[0][0]
     assert even == (0, 3, 6) and slow[1] > 3 and recovered[1] < slow[1]
@@ -90,52 +86,31 @@ def test_a_rank_that_dies_in_a_move_keeps_layers_where_they_are_in_all_replicas(
     assert "rank 3" in texts[0] or "ranks [3]" in texts[0] or when == "during backward", texts[0]
 
 
-def test_what_does_not_fit_in_one_replica_moves_in_none(run_ranks, monkeypatch):
-    def check(rank, group):
-        training = Replica(rank)
-        training.train(3)
-        training.pace.of_rank = 3.0 if rank == 3 else 1.0
-        with monkeypatch.context() as patched:
-            if rank == 2:
-                patched.setattr(agreement, "free_bytes", lambda device: 10)
-                patched.setattr(agreement, "_place_of", lambda device: "a small device")
-            refused = training.train(5)
-        return refused, training.train(12), len(training.records)
-
-    by_rank = run_ranks(check, 4)
+@on_ranks(4)
+def test_what_does_not_fit_in_one_replica_moves_in_none(rank, group, *, monkeypatch):
+    training = Replica(rank)
+    training.train(3)
+    training.pace.of_rank = 3.0 if rank == 3 else 1.0
+    with monkeypatch.context() as patched:
+        if rank == 2:
+            patched.setattr(agreement, "free_bytes", lambda device: 10)
+            patched.setattr(agreement, "_place_of", lambda device: "a small device")
+        refused = training.train(5)
+    by_rank = gathered(group, (refused, training.train(12), len(training.records)))
     assert by_rank == [by_rank[0]] * 4
     refused, moved, num_moves = by_rank[0]
     assert refused == (0, 3, 6) and moved[1] > 3 and num_moves >= 1
 
 
-def test_replicas_must_be_alike_and_whole(run_ranks):
-    def check(rank, group):
-        for options, message in (
-            ({"boundaries": (0, 2, 6) if rank < 2 else (0, 3, 6)}, "do not agree on boundaries"),
-            ({"num_layers": 6 if rank < 2 else 5}, "do not agree on layers"),
-            ({"profile_every": 4 if rank < 2 else 5}, "do not agree on the options of PipelineBalancer"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                Replica(rank, **options)
-        crossed = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])]
-        with pytest.raises(ValueError, match="make no whole replicas"):
-            Replica(rank, replicas=crossed[0] if rank in (0, 3) else crossed[1])
-
-    run_ranks(check, 4)
-
-
-def test_replicas_may_be_a_device_mesh_of_one_dimension(run_ranks):
-    def check(rank, group):
-        grid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
-
-        def balance(replicas, **options):
-            pipeline = pipelines.pipeline_of(grid["pp"].get_group())
-            PipelineBalancer(pipeline, torch.optim.AdamW(pipeline.parameters()), replicas=replicas, **options)
-
-        balance(grid["dp"])
-        with pytest.raises(ValueError, match="do not agree on the options of PipelineBalancer"):
-            balance(grid["dp"], profile_every=4 + rank)
-        with pytest.raises(ValueError, match="has 2 dimensions"):
-            balance(grid)
-
-    run_ranks(check, 2)
+@on_ranks(4)
+def test_replicas_must_be_alike_and_whole(rank, group):
+    for options, message in (
+        ({"boundaries": (0, 2, 6) if rank < 2 else (0, 3, 6)}, "do not agree on boundaries"),
+        ({"num_layers": 6 if rank < 2 else 5}, "do not agree on layers"),
+        ({"profile_every": 4 if rank < 2 else 5}, "do not agree on the options of PipelineBalancer"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Replica(rank, **options)
+    crossed = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])]
+    with pytest.raises(ValueError, match="make no whole replicas"):
+        Replica(rank, replicas=crossed[0] if rank in (0, 3) else crossed[1])

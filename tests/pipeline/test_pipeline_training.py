@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 from helpers import pipelines
+from helpers.on_ranks import gathered, on_ranks
 from helpers.pipelines import BOUNDARIES, MICRO, OPTIMIZERS, batch, groups_of, held, layers_of, pipeline_of, train_step
-from helpers.processes import for_each
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 
@@ -126,47 +126,16 @@ def test_evaluation_between_training_steps_and_layers_built_on_the_meta_device(r
     torch.testing.assert_close({**first, **second}, whole)
 
 
-def test_frozen_layers_in_front_send_nothing_back(run_ranks):
-    """The stages behind compute no gradients that nobody wants."""
-
-    def check(rank, group):
-        pipeline = pipeline_of(group, (0, 3, 7))
-        words, target = batch(0)
-        pipeline.step(words, target=target)
-        for number in range(4):
-            pipeline.layers[number].requires_grad_(False)
-        for parameter in pipeline.parameters():
-            parameter.grad = None
-        pipeline.step(words, target=target)
-        has_gradient = {name.split(".")[1] for name, one in pipeline.named_parameters() if one.grad is not None}
-        sent = pipeline._steps._behind or pipeline._steps._before
-        learns = [boundary[0].requires_grad for boundary in sent.values()]
-        move_layers(pipeline, (0, 5, 7), optimizer=None)
-        pipeline.step(words, target=target)
-        for number in range(4):
-            pipeline.layers[number].requires_grad_(True)
-        pipeline.step(words, target=target)
-        learning = [each for number in pipeline.present for each in pipeline.layers[number].parameters()]
-        assert all(each.grad is not None for each in learning if each.requires_grad)
-        return learns, has_gradient
-
-    (learns, first), (of_others, second) = run_ranks(check, 2)
-    assert learns == of_others == [True, False]
-    assert (first, second) == (set(), {"4", "5", "6"})
-
-
-def test_a_checkpoint_of_the_whole_model_is_loaded_stage_by_stage(run_ranks):
-    def check(rank, group):
-        pipeline = pipeline_of(group, (0, 5, 7))
-        whole = nn.ModuleDict({"layers": nn.ModuleList(layers_of(seed=5))}).state_dict()
-        pipeline.load_state_dict(whole)
-        state = pipeline.state_dict()
-        assert all(torch.equal(one, whole[name]) for name, one in state.items())
-        with pytest.raises(RuntimeError, match="Missing key"):
-            pipeline.load_state_dict({})
-        return set(state), set(whole)
-
-    (first, whole), (second, _) = run_ranks(check, 2)
+@on_ranks(2)
+def test_a_checkpoint_of_the_whole_model_is_loaded_stage_by_stage(rank, group):
+    pipeline = pipeline_of(group, (0, 5, 7))
+    whole = nn.ModuleDict({"layers": nn.ModuleList(layers_of(seed=5))}).state_dict()
+    pipeline.load_state_dict(whole)
+    state = pipeline.state_dict()
+    assert all(torch.equal(one, whole[name]) for name, one in state.items())
+    with pytest.raises(RuntimeError, match="Missing key"):
+        pipeline.load_state_dict({})
+    (first, whole), (second, _) = gathered(group, (set(state), set(whole)))
     assert first | second == whole and not first & second
 
 
@@ -180,47 +149,32 @@ REFUSED = [
 ]
 
 
-def test_what_does_not_fit_is_an_error_before_anything_is_changed(run_ranks):
-    @for_each(REFUSED)
-    def check(rank, group, options, expected):
-        layers = options.get("layers") or layers_of()
-        numbers = {"num_microbatches": MICRO, "boundaries": None, **options, "layers": layers}
-        sizes = [one.numel() for layer in layers for one in layer.parameters()]
-        with pytest.raises(ValueError, match=expected):
-            Pipeline(loss=pipelines.loss_of, process_group=group, **numbers)
-        assert [one.numel() for layer in layers for one in layer.parameters()] == sizes
-
-    run_ranks(check, 2)
+@on_ranks(2, REFUSED)
+def test_what_does_not_fit_is_an_error_before_anything_is_changed(rank, group, options, expected):
+    layers = options.get("layers") or layers_of()
+    numbers = {"num_microbatches": MICRO, "boundaries": None, **options, "layers": layers}
+    sizes = [one.numel() for layer in layers for one in layer.parameters()]
+    with pytest.raises(ValueError, match=expected):
+        Pipeline(loss=pipelines.loss_of, process_group=group, **numbers)
+    assert [one.numel() for layer in layers for one in layer.parameters()] == sizes
 
 
-def test_ranks_that_are_given_other_boundaries_tell_each_other(run_ranks):
-    def check(rank, group):
-        with pytest.raises(RuntimeError, match=r"differ in layers, boundaries, .*: \[\[0\], \[1"):
-            pipeline_of(group, (0, 3 + rank, 7))
-        with pytest.raises((ValueError, RuntimeError)) as caught:
-            pipeline_of(group, (0, 3, 7 + rank))
-        layers = layers_of()
-        with pytest.raises((ValueError, RuntimeError)) as missing:
-            pipeline_of(group, layers=layers if rank == 0 else [layer.to("meta") for layer in layers])
-        return str(caught.value), str(missing.value)
-
-    first, second = run_ranks(check, 2)
+@on_ranks(2)
+def test_ranks_that_are_given_other_boundaries_tell_each_other(rank, group):
+    with pytest.raises(RuntimeError, match=r"differ in layers, boundaries, .*: \[\[0\], \[1"):
+        pipeline_of(group, (0, 3 + rank, 7))
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        pipeline_of(group, (0, 3, 7 + rank))
+    layers = layers_of()
+    with pytest.raises((ValueError, RuntimeError)) as missing:
+        pipeline_of(group, layers=layers if rank == 0 else [layer.to("meta") for layer in layers])
+    first, second = gathered(group, (str(caught.value), str(missing.value)))
     assert all("ranks [1] of the group failed before" in text for text in first)
     assert "do not divide" in second[0] and "layers [3, 4, 5, 6] are on the meta device: pass init" in second[1]
 
 
-def test_a_shared_buffer_on_the_meta_device_is_an_error(run_ranks):
-    def check(rank, group):
-        layers, table = [nn.Linear(2, 2), nn.Linear(2, 2)], torch.empty(3, device="meta")
-        for layer in layers:
-            layer.register_buffer("table", table)
-        with pytest.raises(ValueError, match=r"layers\.0\.table is on the meta device and belongs to several layers"):
-            pipeline_of(group, (0, 1, 2), layers=layers, initialize=lambda number, layer: None)
-
-    run_ranks(check, 2)
-
-
-def test_a_layer_that_fails_in_the_first_forward_is_told_to_all(run_ranks):
+@on_ranks(3)
+def test_a_layer_that_fails_in_the_first_forward_is_told_to_all(rank, group):
     class Failing(nn.Module):
         fails = True
 
@@ -229,17 +183,14 @@ def test_a_layer_that_fails_in_the_first_forward_is_told_to_all(run_ranks):
                 raise ArithmeticError("no such number")
             return x
 
-    def check(rank, group):
-        failing = Failing()
-        pipeline = pipeline_of(group, (0, 2, 4, 5), layers=[*layers_of()[:3], failing, layers_of()[-1]])
-        words, target = batch(0)
-        with pytest.raises(RuntimeError) as caught:
-            pipeline.step(words, target=target)
-        failing.fails = False
-        assert pipeline.step(words, target=target) is None or rank == 2
-        return str(caught.value)
-
-    first, *others = run_ranks(check, 3)
+    failing = Failing()
+    pipeline = pipeline_of(group, (0, 2, 4, 5), layers=[*layers_of()[:3], failing, layers_of()[-1]])
+    words, target = batch(0)
+    with pytest.raises(RuntimeError) as caught:
+        pipeline.step(words, target=target)
+    failing.fails = False
+    assert pipeline.step(words, target=target) is None or rank == 2
+    first, *others = gathered(group, str(caught.value))
     assert others == [first] * 2
     assert re.search(
         r"first forward fails on stage 1: layers\.3 \(Failing\), called with \(torch\.\S+ \[.*\]\), raises Arith", first
@@ -265,13 +216,11 @@ def test_layers_are_divided_by_parameters_unless_that_parts_those_that_share_the
     assert divided_by_parameters(layers, 2).boundaries == (0, 2, 4)
 
 
-def test_a_pipeline_begins_with_it_unless_somebody_says_so(run_ranks):
-    def run(rank, group):
-        begun = []
-        for boundaries in (None, (0, 2, 4)):
-            layers, loss = [nn.Linear(*sizes) for sizes in ((8, 8), (8, 2), (2, 2), (2, 2))], nn.functional.mse_loss
-            pipeline = Pipeline(layers, loss, num_microbatches=2, process_group=group, boundaries=boundaries)
-            begun.append(pipeline.boundaries)
-        return begun
-
-    assert run_ranks(run, 2) == [[(0, 1, 4), (0, 2, 4)]] * 2
+@on_ranks(2)
+def test_a_pipeline_begins_with_it_unless_somebody_says_so(rank, group):
+    begun = []
+    for boundaries in (None, (0, 2, 4)):
+        layers, loss = [nn.Linear(*sizes) for sizes in ((8, 8), (8, 2), (2, 2), (2, 2))], nn.functional.mse_loss
+        pipeline = Pipeline(layers, loss, num_microbatches=2, process_group=group, boundaries=boundaries)
+        begun.append(pipeline.boundaries)
+    assert begun == [(0, 1, 4), (0, 2, 4)]

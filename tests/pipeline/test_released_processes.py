@@ -1,9 +1,6 @@
 """Released ranks end while the others train on, in a job as users start it, and where rank 0 hosts the store."""
 
-import multiprocessing
 import os
-import runpy
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -91,30 +88,4 @@ def test_torchrun_takes_released_ranks_for_ranks_that_have_ended_well(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("the outside has not been told: ") == 3, done.stderr
-    require_released_in_turn(tmp_path)
-
-
-@pytest.mark.slow
-def test_rank_0_that_hosts_the_store_stays(tmp_path):
-    program, _ = program_in(tmp_path)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-
-    def run(rank):
-        sys.argv = [str(program), str(tmp_path), repr({"init_method": address, "rank": rank, "world_size": 4})]
-        runpy.run_path(str(program), run_name="__main__")
-
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=run, args=(rank,)) for rank in range(4)]
-    try:
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join(90)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
-    assert [rank.exitcode for rank in ranks] == [0] * 4
     require_released_in_turn(tmp_path)

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch.distributed as dist
 from helpers import pipelines
+from helpers.on_ranks import on_ranks
 from helpers.pipelines import Limited
 from helpers.processes import dying, send_half, told_by_survivors
 
@@ -110,24 +111,20 @@ def test_a_group_that_one_rank_cannot_make_is_told_to_all_and_the_next_one_can_b
 
 
 @pytest.mark.parametrize("wrong", [0, 4])
-def test_a_number_of_stages_that_is_not_possible_is_told_to_all(run_ranks, wrong):
-    def check(rank, group):
-        training = Training(group)
-        text = training.repack_fails(wrong if rank == 2 else 2)
-        expected = f"{wrong} stages cannot be left of 3: wanted are 1 to 3"
-        assert (expected if rank == 2 else "ranks [2] of the group failed before") in text
-        training.goes_on()
-
-    run_ranks(check, 3)
+@on_ranks(3)
+def test_a_number_of_stages_that_is_not_possible_is_told_to_all(rank, group, *, wrong):
+    training = Training(group)
+    text = training.repack_fails(wrong if rank == 2 else 2)
+    expected = f"{wrong} stages cannot be left of 3: wanted are 1 to 3"
+    assert (expected if rank == 2 else "ranks [2] of the group failed before") in text
+    training.goes_on()
 
 
-def test_ranks_that_know_different_numbers_of_groups_are_repacked_all_the_same(run_ranks):
+@on_ranks(3)
+def test_ranks_that_know_different_numbers_of_groups_are_repacked_all_the_same(rank, group):
     """Torch would name the new group differently on them, and they would wait for each other."""
 
-    def check(rank, group):
-        training = Training(group)
-        if rank == 1:
-            dist.new_group([1], use_local_synchronization=True)
-        training.goes_on()
-
-    run_ranks(check, 3)
+    training = Training(group)
+    if rank == 1:
+        dist.new_group([1], use_local_synchronization=True)
+    training.goes_on()

@@ -4,8 +4,8 @@ import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers import pipelines
+from helpers.on_ranks import gathered, on_ranks
 from helpers.pipelines import (
     BOUNDARIES,
     MAX_NORM,
@@ -81,17 +81,15 @@ def test_training_goes_on_as_if_nothing_had_happened(run_ranks, before, after, n
     assert len({(one.moved_bytes, one.most_bytes, one.seconds, one.released) for one in reports}) == 1
 
 
-def test_layers_arrive_bit_for_bit_between_two_batches_of_a_step(run_ranks):
-    def check(rank, group):
-        training = Training(group)
-        training.train(1)
-        words, target = pipelines.batch(2)
-        training.pipeline.step(words, target=target)
-        before = held(training.pipeline, training.optimizer)
-        training.repack(2)
-        return before, held(training.pipeline, training.optimizer), training.pipeline.boundaries
-
-    by_rank = run_ranks(check, 3)
+@on_ranks(3)
+def test_layers_arrive_bit_for_bit_between_two_batches_of_a_step(rank, group):
+    training = Training(group)
+    training.train(1)
+    words, target = pipelines.batch(2)
+    training.pipeline.step(words, target=target)
+    before = held(training.pipeline, training.optimizer)
+    training.repack(2)
+    by_rank = gathered(group, (before, held(training.pipeline, training.optimizer), training.pipeline.boundaries))
     whole = {key: one for before, *_ in by_rank for key, one in before.items()}
     arrived = {key: one for _, after, _ in by_rank for key, one in after.items()}
     assert any("gradient" in key for key in whole)
@@ -99,103 +97,78 @@ def test_layers_arrive_bit_for_bit_between_two_batches_of_a_step(run_ranks):
     assert by_rank[2][1] == {} and by_rank[2][2] == by_rank[0][2]
 
 
-def test_a_released_rank_holds_no_tensors_when_the_outside_is_told(run_ranks):
+@on_ranks(2)
+def test_a_released_rank_holds_no_tensors_when_the_outside_is_told(rank, group):
     """What it has sent is free already: parameters, gradients and optimizer state."""
 
-    def check(rank, group):
-        training = Training(group)
+    training = Training(group)
+    training.train(1)
+    words, target = pipelines.batch(2)
+    training.pipeline.step(words, target=target)
+    stage_layers = [training.pipeline.layers[number] for number in training.pipeline.present]
+    parameters = [one for layer in stage_layers for one in layer.parameters()]
+    tensors = [*parameters, *(one.grad for one in parameters if one.grad is not None)]
+    tensors += [state for one in parameters for state in training.optimizer.state[one].values()]
+    storages = [weakref.ref(one.untyped_storage()) for one in tensors]
+    assert len(storages) >= 3 * len(parameters) and all(one() is not None for one in storages)
+    del tensors
+    left = []
+    training.repack(1, on_release=[lambda release: left.append(sum(one() is not None for one in storages))])
+    assert gathered(group, left) == [[], [0]]
+
+
+@on_ranks(2)
+def test_a_released_rank_that_goes_on_is_told_what_to_do(rank, group):
+    training = Training(group)
+    training.train(1)
+    assert not training.pipeline.is_released
+    training.repack(1)
+    if rank == 0:
         training.train(1)
-        words, target = pipelines.batch(2)
-        training.pipeline.step(words, target=target)
-        stage_layers = [training.pipeline.layers[number] for number in training.pipeline.present]
-        parameters = [one for layer in stage_layers for one in layer.parameters()]
-        tensors = [*parameters, *(one.grad for one in parameters if one.grad is not None)]
-        tensors += [state for one in parameters for state in training.optimizer.state[one].values()]
-        storages = [weakref.ref(one.untyped_storage()) for one in tensors]
-        assert len(storages) >= 3 * len(parameters) and all(one() is not None for one in storages)
-        del tensors
-        left = []
-        training.repack(1, on_release=[lambda release: left.append(sum(one() is not None for one in storages))])
-        return left
-
-    assert run_ranks(check, 2) == [[], [0]]
-
-
-def test_a_released_rank_that_goes_on_is_told_what_to_do(run_ranks):
-    def check(rank, group):
-        training = Training(group)
-        training.train(1)
-        assert not training.pipeline.is_released
-        training.repack(1)
-        if rank == 0:
-            training.train(1)
-            return
-        words, target = pipelines.batch(5)
-        assert training.pipeline.is_released and training.pipeline.stage == -1
-        training.optimizer.step()
-        for call in (
-            lambda: training.pipeline.step(words, target=target),
-            lambda: training.pipeline.evaluate(words),
-            lambda: clip_grad_norm_(training.pipeline, 1.0),
-            lambda: move_layers(training.pipeline, (0, 7), optimizer=None),
-            lambda: training.repack(1),
-        ):
-            with pytest.raises(RuntimeError, match=r"this rank was released .* end the process"):
-                call()
-        assert training.pipeline.state_dict() == {}
-
-    run_ranks(check, 2)
+        return
+    words, target = pipelines.batch(5)
+    assert training.pipeline.is_released and training.pipeline.stage == -1
+    training.optimizer.step()
+    for call in (
+        lambda: training.pipeline.step(words, target=target),
+        lambda: training.pipeline.evaluate(words),
+        lambda: clip_grad_norm_(training.pipeline, 1.0),
+        lambda: move_layers(training.pipeline, (0, 7), optimizer=None),
+        lambda: training.repack(1),
+    ):
+        with pytest.raises(RuntimeError, match=r"this rank was released .* end the process"):
+            call()
+    assert training.pipeline.state_dict() == {}
 
 
-def test_the_ranks_of_one_pipeline_are_enough(run_ranks):
-    """Its group's ranks need not be in order, and those of another one take no part."""
-
-    def check(rank, group):
-        first, second = dist.new_group([0, 2, 4]), dist.new_group([1, 3])
-        training = Training(first if rank % 2 == 0 else second)
-        training.train(1)
-        if rank % 2 == 0:
-            report = training.repack(2)
-            assert (report.remaining, report.released) == ((0, 2), (4,))
-        else:
-            report = training.repack(1)
-            assert len(report.remaining) == 1  # any of them: the job's store is not here
-        if not report.is_released:
-            training.train(1)
-
-    run_ranks(check, 5)
-
-
-def test_as_few_stages_as_memory_allows(run_ranks):
+@on_ranks(4)
+def test_as_few_stages_as_memory_allows(rank, group):
     """Layers whose parameters have become fewer need fewer stages."""
 
-    def check(rank, group):
-        training = Training(group)
+    training = Training(group)
+    training.train(1)
+    with LayerProfiler(training.pipeline, training.optimizer) as profiler:
         training.train(1)
-        with LayerProfiler(training.pipeline, training.optimizer) as profiler:
-            training.train(1)
-        profile = profiler.gather()
+    profile = profiler.gather()
 
-        def layer_bytes(num_kept):
-            return [each.bytes_at_rest + num_kept * each.activation_bytes for each in profile.layers]
+    def layer_bytes(num_kept):
+        return [each.bytes_at_rest + num_kept * each.activation_bytes for each in profile.layers]
 
-        limit = 0.55 * sum(layer_bytes(4))
-        assert max(layer_bytes(4)) < 0.5 * limit
-        options = {"memory_limits": [limit] * 4, "profile": profile}
-        with pytest.raises(ValueError, match=r"no 1 of 4 stages with stage 0 among them can hold"):
-            training.repack(1, **options)
-        with pytest.raises(ValueError, match="no 4 of 4 stages"):
-            training.repack(None, **options | {"memory_limits": [10.0] * 4})
-        with pytest.raises(ValueError, match="not possible without profile="):
-            training.repack(2, memory_limits=[limit] * 4)
-        fewest = Training(group)
-        fewest.train(2)
-        report = fewest.repack(None, memory_limits=[0.75 * sum(layer_bytes(2))] * 4, profile=profile)
-        if not report.is_released:
-            fewest.train(1)
-        assert training.repack(3).released == (3,)
-        with pytest.raises((ValueError, RuntimeError), match=r"the profile is of boundaries|was released"):
-            training.repack(None, **options)
-        return training.pipeline.num_stages, report.remaining
-
-    assert run_ranks(check, 4) == [(3, (0, 1))] * 4
+    limit = 0.55 * sum(layer_bytes(4))
+    assert max(layer_bytes(4)) < 0.5 * limit
+    options = {"memory_limits": [limit] * 4, "profile": profile}
+    with pytest.raises(ValueError, match=r"no 1 of 4 stages with stage 0 among them can hold"):
+        training.repack(1, **options)
+    with pytest.raises(ValueError, match="no 4 of 4 stages"):
+        training.repack(None, **options | {"memory_limits": [10.0] * 4})
+    with pytest.raises(ValueError, match="not possible without profile="):
+        training.repack(2, memory_limits=[limit] * 4)
+    fewest = Training(group)
+    fewest.train(2)
+    report = fewest.repack(None, memory_limits=[0.75 * sum(layer_bytes(2))] * 4, profile=profile)
+    if not report.is_released:
+        fewest.train(1)
+    assert training.repack(3).released == (3,)
+    with pytest.raises((ValueError, RuntimeError), match=r"the profile is of boundaries|was released"):
+        training.repack(None, **options)
+    assert (training.pipeline.num_stages, report.remaining) == (3, (0, 1))

@@ -5,8 +5,8 @@ import weakref
 
 import pytest
 import torch
+from helpers.on_ranks import on_ranks
 from helpers.parallel_layers import WIDTH, block, home, segments_of, uneven
-from helpers.processes import for_each
 from helpers.virtual_training import FEATURES, Pair
 from torch import nn
 
@@ -34,20 +34,18 @@ class Reducer:
         return lambda *_: self.calls.append((name, tuple(parameter.grad.shape)))
 
 
-def test_every_hook_is_called_at_home_away_and_at_home_again(run_ranks):
-    def train(rank, group):
-        model = block(group)
-        segments, reducer = segments_of(model, group), Reducer(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for targets in (home(2), uneven(2), uneven(2, 1), home(2), uneven(2), home(2)):
-            move_units(segments, targets, process_group=group, optimizer=optimizer)
-            reducer.calls.clear()
-            model(torch.ones(2, 3, WIDTH, dtype=torch.float64)).sum().backward()
-            expected = sorted((name, tuple(one.shape)) for name, one in model.named_parameters())
-            assert sorted(reducer.calls) == expected
-            optimizer.step()
-
-    run_ranks(train, 2)
+@on_ranks(2)
+def test_every_hook_is_called_at_home_away_and_at_home_again(rank, group):
+    model = block(group)
+    segments, reducer = segments_of(model, group), Reducer(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for targets in (home(2), uneven(2), uneven(2, 1), home(2), uneven(2), home(2)):
+        move_units(segments, targets, process_group=group, optimizer=optimizer)
+        reducer.calls.clear()
+        model(torch.ones(2, 3, WIDTH, dtype=torch.float64)).sum().backward()
+        expected = sorted((name, tuple(one.shape)) for name, one in model.named_parameters())
+        assert sorted(reducer.calls) == expected
+        optimizer.step()
 
 
 def backward(parameter):
@@ -98,35 +96,30 @@ def test_a_parameter_goes_with_the_last_who_holds_it():
     assert data() is None
 
 
-def test_a_gradient_of_fixed_size_beside_a_parameter_is_told_and_no_unit_moves(run_ranks):
-    @for_each([["before"], ["before, on one rank"], ["after, on one rank"]])
-    def train(rank, group, when):
-        model = Pair(group)
-        optimizer, config = torch.optim.SGD(model.parameters(), lr=0.1), zr.BalanceConfig()
-        zr.convert(model, process_group=group)
-        buffer = torch.zeros(model.up.weight.numel())
-        if when == "before" or (when == "before, on one rank" and rank == 0):
-            model.up.weight.main_grad = buffer.view_as(model.up.weight)
-        balancer = zr.Balancer(model, optimizer, process_group=group, config=config)
-        if when == "after, on one rank" and rank == 0:
-            model.up.weight.main_grad = buffer
-        with pytest.raises((ValueError, RuntimeError), match=r"up\.weight has an attribute 'main_grad'") as error:
-            balancer.move([3, 1])
-        assert model.up.weight.shape == (2 * FEATURES, FEATURES)
-        assert rank == 0 or ("rank 0 of the group" in str(error.value)) == (when != "before")
-        balancer.close()
-
-    run_ranks(train, 2, timeout_s=20)
+@on_ranks(2, [["before"], ["before, on one rank"], ["after, on one rank"]], timeout_s=20)
+def test_a_gradient_of_fixed_size_beside_a_parameter_is_told_and_no_unit_moves(rank, group, when):
+    model = Pair(group)
+    optimizer, config = torch.optim.SGD(model.parameters(), lr=0.1), zr.BalanceConfig()
+    zr.convert(model, process_group=group)
+    buffer = torch.zeros(model.up.weight.numel())
+    if when == "before" or (when == "before, on one rank" and rank == 0):
+        model.up.weight.main_grad = buffer.view_as(model.up.weight)
+    balancer = zr.Balancer(model, optimizer, process_group=group, config=config)
+    if when == "after, on one rank" and rank == 0:
+        model.up.weight.main_grad = buffer
+    with pytest.raises((ValueError, RuntimeError), match=r"up\.weight has an attribute 'main_grad'") as error:
+        balancer.move([3, 1])
+    assert model.up.weight.shape == (2 * FEATURES, FEATURES)
+    assert rank == 0 or ("rank 0 of the group" in str(error.value)) == (when != "before")
+    balancer.close()
 
 
-def test_a_layer_with_a_gradient_of_fixed_size_stays_on_its_stage(run_ranks):
-    def move(rank, group):
-        layers = [nn.Linear(4, 4) for _ in range(4)]
-        pipeline = Pipeline(layers, nn.functional.mse_loss, num_microbatches=2, process_group=group)
-        layers[1].weight.main_grad = torch.zeros(16) if rank == 0 else None
-        expected = "layers.1.weight has an attribute 'main_grad'" if rank == 0 else r"ranks \[0\] of the group failed"
-        with pytest.raises((ValueError, RuntimeError), match=expected):
-            move_layers(pipeline, (0, 1, 4), optimizer=None)
-        move_layers(pipeline, (0, 3, 4), optimizer=None)
-
-    run_ranks(move, 2, timeout_s=20)
+@on_ranks(2, timeout_s=20)
+def test_a_layer_with_a_gradient_of_fixed_size_stays_on_its_stage(rank, group):
+    layers = [nn.Linear(4, 4) for _ in range(4)]
+    pipeline = Pipeline(layers, nn.functional.mse_loss, num_microbatches=2, process_group=group)
+    layers[1].weight.main_grad = torch.zeros(16) if rank == 0 else None
+    expected = "layers.1.weight has an attribute 'main_grad'" if rank == 0 else r"ranks \[0\] of the group failed"
+    with pytest.raises((ValueError, RuntimeError), match=expected):
+        move_layers(pipeline, (0, 1, 4), optimizer=None)
+    move_layers(pipeline, (0, 3, 4), optimizer=None)

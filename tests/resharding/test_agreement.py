@@ -4,6 +4,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from helpers.on_ranks import on_ranks
 
 from zeroresize.resharding import agreement
 from zeroresize.resharding.agreement import (
@@ -37,14 +38,12 @@ def nobody_comes(*numbers):
     raise RuntimeError("ranks [1] did not come")
 
 
-def test_all_ranks_get_the_numbers_and_texts_of_all(run_ranks):
-    def check(rank, group):
-        meet = meet_over(group, CPU)
-        assert meet(rank, 0.5) == [[other, 0.5] for other in range(3)]
-        assert list(gather_texts("é" * rank * 7, meet, group, CPU)) == ["é" * other * 7 for other in range(3)]
-        assert list(gather_texts("", meet, group, CPU)) == [""] * 3
-
-    run_ranks(check, 3)
+@on_ranks(3)
+def test_all_ranks_get_the_numbers_and_texts_of_all(rank, group):
+    meet = meet_over(group, CPU)
+    assert meet(rank, 0.5) == [[other, 0.5] for other in range(3)]
+    assert list(gather_texts("é" * rank * 7, meet, group, CPU)) == ["é" * other * 7 for other in range(3)]
+    assert list(gather_texts("", meet, group, CPU)) == [""] * 3
 
 
 def test_a_rank_that_cannot_prepare_raises_its_own_error_after_the_others_have_heard():

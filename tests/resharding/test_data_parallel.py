@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import parallel_layers
+from helpers.on_ranks import on_ranks
 from helpers.parallel_layers import everything_of, segments_of, uneven
 from helpers.processes import for_each
 from torch.nn.parallel import DistributedDataParallel
@@ -63,55 +64,51 @@ def test_replicas_train_on_as_without_moves(run_ranks):
         assert all(torch.equal(first, other) for other in others)  # gradients were reduced over both groups
 
 
-def test_hooks_of_communication_and_gradients_under_no_sync_stay(run_ranks):
-    def check(rank, group):
-        alone = [dist.new_group([one]) for one in range(2)][rank]
-        inner = parallel_layers.block(group)
-        model = DistributedDataParallel(inner, process_group=alone)
-        sizes = []
+@on_ranks(2)
+def test_hooks_of_communication_and_gradients_under_no_sync_stay(rank, group):
+    alone = [dist.new_group([one]) for one in range(2)][rank]
+    inner = parallel_layers.block(group)
+    model = DistributedDataParallel(inner, process_group=alone)
+    sizes = []
 
-        def hook(state, bucket):
-            state.append(bucket.buffer().numel())
-            future = torch.futures.Future()
-            future.set_result(bucket.buffer())
-            return future
+    def hook(state, bucket):
+        state.append(bucket.buffer().numel())
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
 
-        model.register_comm_hook(sizes, hook)
-        segments = segments_of(inner, group)
-        with model.no_sync():
-            loss_of(model, 0).backward()
-        assert not sizes
-        move_units(segments, uneven(2), process_group=group, optimizer=None, model=inner)
-        loss_of(model, 1).backward()
-        assert sum(sizes) == sum(one.numel() for one in inner.parameters())
-        other = parallel_layers.block(group)
-        for step in range(2):
-            loss_of(other, step).backward()
-        tensors = everything_of(segments, None, group)
-        for name, wanted in everything_of(segments_of(other, group), None, group).items():
-            torch.testing.assert_close(tensors[name], wanted, rtol=1e-10, atol=1e-10, msg=name)
-
-    run_ranks(check, 2)
+    model.register_comm_hook(sizes, hook)
+    segments = segments_of(inner, group)
+    with model.no_sync():
+        loss_of(model, 0).backward()
+    assert not sizes
+    move_units(segments, uneven(2), process_group=group, optimizer=None, model=inner)
+    loss_of(model, 1).backward()
+    assert sum(sizes) == sum(one.numel() for one in inner.parameters())
+    other = parallel_layers.block(group)
+    for step in range(2):
+        loss_of(other, step).backward()
+    tensors = everything_of(segments, None, group)
+    for name, wanted in everything_of(segments_of(other, group), None, group).items():
+        torch.testing.assert_close(tensors[name], wanted, rtol=1e-10, atol=1e-10, msg=name)
 
 
-def test_what_cannot_be_built_anew_is_refused_before_anything_moves(run_ranks, monkeypatch):
-    def check(rank, group):
-        alone = [dist.new_group([one]) for one in range(2)][rank]
-        inner = parallel_layers.block(group)
-        model = DistributedDataParallel(inner, process_group=alone)
-        segments = segments_of(inner, group)
+@on_ranks(2)
+def test_what_cannot_be_built_anew_is_refused_before_anything_moves(rank, group, *, monkeypatch):
+    alone = [dist.new_group([one]) for one in range(2)][rank]
+    inner = parallel_layers.block(group)
+    model = DistributedDataParallel(inner, process_group=alone)
+    segments = segments_of(inner, group)
 
-        def refusal():
-            with pytest.raises(RuntimeError, match="its reducer cannot be built anew: ") as caught:
-                move_units(segments, uneven(2), process_group=group, optimizer=None, model=inner)
-            assert segments[1].owned.is_even and len(inner[1].up.weight) == 12
-            return str(caught.value)
+    def refusal():
+        with pytest.raises(RuntimeError, match="its reducer cannot be built anew: ") as caught:
+            move_units(segments, uneven(2), process_group=group, optimizer=None, model=inner)
+        assert segments[1].owned.is_even and len(inner[1].up.weight) == 12
+        return str(caught.value)
 
-        with monkeypatch.context() as patch:
-            patch.setattr(DistributedDataParallel, "_ddp_init_helper", lambda self, other: None)
-            assert "this version of torch builds reducers differently" in refusal()
-        model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-        assert "the built-in communication hook" in refusal()
-        loss_of(inner, 0).backward()
-
-    run_ranks(check, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(DistributedDataParallel, "_ddp_init_helper", lambda self, other: None)
+        assert "this version of torch builds reducers differently" in refusal()
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    assert "the built-in communication hook" in refusal()
+    loss_of(inner, 0).backward()

@@ -11,29 +11,10 @@ from zeroresize.resharding.parameter_state import (
     STATE,
     Description,
     ParameterState,
-    StateKind,
     agreed_descriptions,
     descriptions_from_json,
     descriptions_to_json,
-    kind_of_state,
 )
-
-MATRIX, SINGLE = torch.zeros(4, 3), torch.zeros(1)
-
-
-def test_state_is_told_apart_by_its_shape():
-    for key, value, parameter, kind in (
-        ("exp_avg", torch.zeros(4, 3, dtype=torch.bfloat16), MATRIX, StateKind.LIKE_PARAMETER),
-        ("step", torch.tensor(3.0), MATRIX, StateKind.NUMBER),
-        ("scale", torch.zeros(1, 1), MATRIX, StateKind.NUMBER),
-        ("rows", torch.zeros(4), MATRIX, StateKind.OTHER_TENSOR),
-        ("exp_avg", torch.zeros(1), SINGLE, StateKind.LIKE_PARAMETER),
-        ("step", torch.zeros(1), SINGLE, StateKind.NUMBER),  # of the parameter's shape by accident
-        ("step", 3, MATRIX, StateKind.PLAIN),
-        ("none", None, MATRIX, StateKind.PLAIN),
-        ("history", [torch.zeros(4, 3)], MATRIX, StateKind.OTHER),
-    ):
-        assert kind_of_state(key, value, parameter) is kind
 
 
 def stepped_once(master=False):
@@ -45,22 +26,6 @@ def stepped_once(master=False):
     return parameter, stepped, optimizer
 
 
-def test_a_whole_parameter_that_leaves_and_comes_back_is_as_it_was():
-    parameter, _, optimizer = stepped_once()
-    parameter.requires_grad_(False)
-    tensors = {PARAMETER: parameter.detach().clone(), GRADIENT: parameter.grad.clone()}
-    moments = {key: optimizer.state[parameter][key].clone() for key in ("exp_avg", "exp_avg_sq", "step")}
-    ParameterState("weight", parameter, parameter, optimizer).empty()
-    assert parameter.shape == (0, 3) and parameter.grad is None and parameter not in optimizer.state
-    parameter.requires_grad_(True)
-    new = {**tensors, **{STATE + key: value for key, value in moments.items()}}
-    state = ParameterState("weight", parameter, parameter, optimizer)
-    state.install_whole(new, {"name": "a"}, requires_grad=False)
-    assert optimizer.param_groups[0]["params"] == [parameter] and not parameter.requires_grad
-    assert torch.equal(parameter, tensors[PARAMETER]) and torch.equal(parameter.grad, tensors[GRADIENT])
-    assert optimizer.state[parameter] == {"name": "a", **moments}
-
-
 def test_all_of_the_parameters_shape_is_there_and_described():
     parameter, stepped, optimizer = stepped_once(master=True)
     state = ParameterState("weight", parameter, stepped, optimizer)
@@ -70,15 +35,6 @@ def test_all_of_the_parameters_shape_is_there_and_described():
     assert description.kept == {"step": ["float32", "cpu", [], 1.0]}
     assert descriptions_from_json(descriptions_to_json([description])) == [description]
     assert state.device_of(GRADIENT) == parameter.device
-
-
-def test_without_an_optimizer_there_is_no_state():
-    parameter = torch.nn.Parameter(torch.ones(4, 3))
-    for optimizer in (None, torch.optim.AdamW([parameter])):
-        state = ParameterState("weight", parameter, parameter, optimizer)
-        assert not state.has_state and list(state.tensors) == [PARAMETER]
-        assert state.description(4) == Description("weight", 4, {PARAMETER: "float32"})
-    assert len(optimizer.state) == 0  # looking makes none
 
 
 def test_state_that_cannot_be_divided_and_sparse_gradients_are_refused():
@@ -93,28 +49,6 @@ def test_state_that_cannot_be_divided_and_sparse_gradients_are_refused():
     parameter.grad = torch.ones(4, 3).to_sparse()
     with pytest.raises(ValueError, match=r"weight: a gradient of layout torch\.sparse_coo cannot move"):
         ParameterState("weight", parameter, None, None).description()
-
-
-def test_other_units_take_the_place_of_those_there_and_objects_stay():
-    parameter, stepped, optimizer = stepped_once()
-    of_parameter = optimizer.state[parameter]
-    step, state = of_parameter["step"], ParameterState("weight", parameter, stepped, optimizer)
-    new = {what: torch.full((2, 3), 5.0) for what in state.tensors}
-    state.install(new, state.description(4))
-    assert optimizer.state[parameter] is of_parameter and of_parameter["step"] is step
-    assert torch.equal(parameter, new[PARAMETER]) and torch.equal(parameter.grad, new[GRADIENT])
-    assert of_parameter["exp_avg"] is new[STATE + "exp_avg"]
-
-
-def test_a_rank_that_had_no_units_takes_over_the_numbers():
-    parameter, stepped, optimizer = stepped_once()
-    agreed = ParameterState("weight", parameter, stepped, optimizer).description(4)
-    fresh = torch.nn.Parameter(torch.ones(0, 3))
-    other = torch.optim.AdamW([fresh])
-    new = {what: torch.full((2, 3), 5.0) for what in agreed.dtypes}
-    ParameterState("weight", fresh, fresh, other).install(new, agreed)
-    assert set(other.state[fresh]) == {"step", "exp_avg", "exp_avg_sq"}
-    assert torch.equal(other.state[fresh]["step"], torch.tensor(1.0))
 
 
 def test_ranks_agree_on_the_state_of_those_that_have_units():

@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.processes import for_each
+from helpers.on_ranks import on_ranks
 
 from zeroresize.comm.groups import CpuGroup
 from zeroresize.resharding.parcels import End, Parcel, RankRounds
@@ -57,20 +57,17 @@ class Ring:
         return End(self.received[number].view(1, SIZE, 1))
 
 
-def test_every_parcel_arrives_once_in_the_order_of_the_rounds(run_ranks):
-    @for_each([[1], [2 * SIZE], [1000]])  # a byte a round, two messages at once, ample
-    def check(rank, group, max_bytes):
-        for over in (None, CpuGroup(group, {})):
-            ring = Ring(group, max_bytes)
-            assert ring.carry_out(over) is None
-            assert sorted(set(ring.unpacked)) == received_by(rank)
-            assert ring.meanwhile == 1
-            assert ring.transport.num_rounds >= len(ROUNDS) and 0 < ring.transport.buffer_bytes <= max_bytes
-            flat = [pair for pairs in ROUNDS for pair in pairs]
-            assert ring.transport.sent_bytes == SIZE * sum(pair[0] == rank != pair[1] for pair in flat)
-            assert ring.transport.received_bytes == SIZE * sum(pair[1] == rank != pair[0] for pair in flat)
-
-    run_ranks(check, 3)
+@on_ranks(3, [[1], [2 * SIZE], [1000]])
+def test_every_parcel_arrives_once_in_the_order_of_the_rounds(rank, group, max_bytes):
+    for over in (None, CpuGroup(group, {})):
+        ring = Ring(group, max_bytes)
+        assert ring.carry_out(over) is None
+        assert sorted(set(ring.unpacked)) == received_by(rank)
+        assert ring.meanwhile == 1
+        assert ring.transport.num_rounds >= len(ROUNDS) and 0 < ring.transport.buffer_bytes <= max_bytes
+        flat = [pair for pairs in ROUNDS for pair in pairs]
+        assert ring.transport.sent_bytes == SIZE * sum(pair[0] == rank != pair[1] for pair in flat)
+        assert ring.transport.received_bytes == SIZE * sum(pair[1] == rank != pair[0] for pair in flat)
 
 
 def test_parcels_are_cast_and_added_in_the_order_that_is_given(run_ranks):
@@ -90,18 +87,15 @@ def test_parcels_are_cast_and_added_in_the_order_that_is_given(run_ranks):
     assert run_ranks(check, 3) == [expected.flatten().tolist()] * 3
 
 
-def test_after_a_failure_the_other_rounds_are_carried_out_and_nobody_waits(run_ranks):
-    @for_each([[{"unpacks_not": 0}, "cannot be read"], [{"packs_not": 1}, "cannot be packed"]])
-    def check(rank, group, fault, expected):
-        ring = Ring(group, **fault if rank == 1 else {})
-        begin = time.perf_counter()
-        failure = ring.transport.carry_out(ring.source_of, ring.target_of)
-        assert time.perf_counter() - begin < 5.0
-        assert str(failure) == (expected if rank == 1 else "None")
-        left_out = fault.get("unpacks_not") if rank == 1 else None
-        assert ring.unpacked == [number for number in received_by(rank) if PARCELS[number].turn != left_out]
-
-    run_ranks(check, 3)
+@on_ranks(3, [[{"unpacks_not": 0}, "cannot be read"], [{"packs_not": 1}, "cannot be packed"]])
+def test_after_a_failure_the_other_rounds_are_carried_out_and_nobody_waits(rank, group, fault, expected):
+    ring = Ring(group, **fault if rank == 1 else {})
+    begin = time.perf_counter()
+    failure = ring.transport.carry_out(ring.source_of, ring.target_of)
+    assert time.perf_counter() - begin < 5.0
+    assert str(failure) == (expected if rank == 1 else "None")
+    left_out = fault.get("unpacks_not") if rank == 1 else None
+    assert ring.unpacked == [number for number in received_by(rank) if PARCELS[number].turn != left_out]
 
 
 @pytest.mark.slow

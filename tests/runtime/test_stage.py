@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.naive_messages import naive_instructions
+from helpers.on_ranks import gathered, on_ranks
 from helpers.processes import told_by_survivors
 from torch import nn
 from torch.nn import functional as F
@@ -154,56 +155,48 @@ def test_schedules_add_up_the_undivided_models_gradients(run_ranks, num_stages, 
     run_ranks(check_rank, num_stages)
 
 
-def test_a_frozen_first_stage_runs_no_backward(run_ranks, monkeypatch):
-    def check_rank(rank, group):
-        layers, batches = layers_of().eval(), batches_of(4)
-        for layer in layers[:4]:
-            layer.requires_grad_(False)
-        if rank == 0:
-            monkeypatch.setattr(
-                torch.autograd, "backward", lambda *_: pytest.fail("a frozen first stage runs backward")
-            )
-        _, _, gradients = gradients_of(layers, group, "1f1b", batches)
-        assert all((gradient is None) == (rank == 0) for gradient in gradients)
-
-    run_ranks(check_rank, 2)
+@on_ranks(2)
+def test_a_frozen_first_stage_runs_no_backward(rank, group, *, monkeypatch):
+    layers, batches = layers_of().eval(), batches_of(4)
+    for layer in layers[:4]:
+        layer.requires_grad_(False)
+    if rank == 0:
+        monkeypatch.setattr(torch.autograd, "backward", lambda *_: pytest.fail("a frozen first stage runs backward"))
+    _, _, gradients = gradients_of(layers, group, "1f1b", batches)
+    assert all((gradient is None) == (rank == 0) for gradient in gradients)
 
 
-def test_random_numbers_follow_the_micro_batch_whatever_the_schedule_and_recomputation(run_ranks):
-    def check_rank(rank, group):
-        layers, batches = layers_of(), batches_of(5)
-        expected = gradients_of(layers, group, "gpipe", batches)
-        for options in ({}, {"recompute": "layers"}):
-            loss, _, gradients = gradients_of(layers, group, "1f1b", batches, **options)
-            torch.testing.assert_close(loss, expected[0])
-            torch.testing.assert_close(gradients, expected[2], rtol=1e-10, atol=1e-12)
-        other, _, _ = gradients_of(layers, group, "1f1b", list(reversed(batches)))
-        assert rank == 0 or not torch.allclose(other, expected[0])
-
-    run_ranks(check_rank, 2)
+@on_ranks(2)
+def test_random_numbers_follow_the_micro_batch_whatever_the_schedule_and_recomputation(rank, group):
+    layers, batches = layers_of(), batches_of(5)
+    expected = gradients_of(layers, group, "gpipe", batches)
+    for options in ({}, {"recompute": "layers"}):
+        loss, _, gradients = gradients_of(layers, group, "1f1b", batches, **options)
+        torch.testing.assert_close(loss, expected[0])
+        torch.testing.assert_close(gradients, expected[2], rtol=1e-10, atol=1e-12)
+    other, _, _ = gradients_of(layers, group, "1f1b", list(reversed(batches)))
+    assert rank == 0 or not torch.allclose(other, expected[0])
 
 
-def test_as_much_is_kept_as_the_schedule_says(run_ranks):
+@on_ranks(3)
+def test_as_much_is_kept_as_the_schedule_says(rank, group):
     """Counted: inputs and outputs of a stage that live at once, by its orders."""
 
-    def check_rank(rank, group):
-        layers, batches = layers_of(), batches_of(9)
-        under_way = [0]
+    layers, batches = layers_of(), batches_of(9)
+    under_way = [0]
 
-        def count(instruction):
-            under_way.append(under_way[-1] + (1 if instruction.kind is Kind.FORWARD else -1))
-            living = sum(reference() is not None for reference in outputs)
-            # the newest one is still in the hands of who called, as are those that are being sent
-            assert living <= under_way[-1] + 2
+    def count(instruction):
+        under_way.append(under_way[-1] + (1 if instruction.kind is Kind.FORWARD else -1))
+        living = sum(reference() is not None for reference in outputs)
+        # the newest one is still in the hands of who called, as are those that are being sent
+        assert living <= under_way[-1] + 2
 
-        outputs = []
-        stage, part = stage_of(layers, group, on_computed=count)
-        part[-1].register_forward_hook(lambda _, inputs, output: outputs.append(weakref.ref(as_tuple(output)[-1])))
-        stage.train(planned("1f1b", group.size(), batches)[rank], batches, loss_of)
-        assert not any(reference() is not None for reference in outputs)
-        return max(under_way)
-
-    assert run_ranks(check_rank, 3) == [3, 2, 1]
+    outputs = []
+    stage, part = stage_of(layers, group, on_computed=count)
+    part[-1].register_forward_hook(lambda _, inputs, output: outputs.append(weakref.ref(as_tuple(output)[-1])))
+    stage.train(planned("1f1b", group.size(), batches)[rank], batches, loss_of)
+    assert not any(reference() is not None for reference in outputs)
+    assert gathered(group, max(under_way)) == [3, 2, 1]
 
 
 def test_a_naive_plan_waits_for_ever_for_real_where_the_check_says_so(run_ranks):
@@ -249,23 +242,21 @@ def test_a_stage_that_dies_between_two_instructions_is_named(tmp_path):
         assert "of micro-batch" in text and "with stage 1" in text and "ranks [1] of the group" in text
 
 
-def test_what_layers_hand_on_otherwise_than_on_the_meta_device_is_named(run_ranks):
+@on_ranks(2)
+def test_what_layers_hand_on_otherwise_than_on_the_meta_device_is_named(rank, group):
     class Other(Encoder):
         def forward(self, x, batch):
             y = super().forward(x, batch)
             return y if x.is_meta else y.float()
 
-    def check_rank(rank, group):
-        layers, batches = layers_of(), batches_of(2)
-        layers[3] = Other().double()
-        stage, _ = stage_of(layers, group)
-        if rank == 0:
-            with pytest.raises(
-                ValueError, match=r"stage 0 hands on torch.float32 .* of micro-batch 0, where torch.float64"
-            ):
-                stage.train(planned("1f1b", 2, batches)[rank], batches, loss_of)
-
-    run_ranks(check_rank, 2)
+    layers, batches = layers_of(), batches_of(2)
+    layers[3] = Other().double()
+    stage, _ = stage_of(layers, group)
+    if rank == 0:
+        with pytest.raises(
+            ValueError, match=r"stage 0 hands on torch.float32 .* of micro-batch 0, where torch.float64"
+        ):
+            stage.train(planned("1f1b", 2, batches)[rank], batches, loss_of)
 
 
 IDS = TensorShape((4, 3), torch.int64, requires_grad=False)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from helpers.on_ranks import gathered, on_ranks
 from helpers.strategies import WIDTH, layers_of
 
 from zeroresize.plan.strategy import Strategy
@@ -29,34 +30,32 @@ def test_what_is_measured_reaches_as_far_as_training():
         measured_points(16, 15)
 
 
-def test_all_ranks_measure_the_same_and_lose_nothing(run_ranks):
-    def check(rank, group):
-        model = SwitchableModel(layers_of(), strategies=[Strategy(dp=2), Strategy(tp=2)], process_group=group)
-        before = [one.detach().clone() for one in model.parameters()]
+@on_ranks(2)
+def test_all_ranks_measure_the_same_and_lose_nothing(rank, group):
+    model = SwitchableModel(layers_of(), strategies=[Strategy(dp=2), Strategy(tp=2)], process_group=group)
+    before = [one.detach().clone() for one in model.parameters()]
 
-        def batch_of(lengths):
-            return Packed.of([torch.zeros(length + 1, dtype=torch.int64) for length in lengths])
+    def batch_of(lengths):
+        return Packed.of([torch.zeros(length + 1, dtype=torch.int64) for length in lengths])
 
-        costs = measure_layer_costs(model, batch_of, longest=16)
-        links = measure_links(model)
-        after = list(model.parameters())
-        assert all(map(torch.equal, before, after)) and all(one.grad is None for one in after)
-        assert model.current == model.optimizer_strategy and costs.degrees == (1, 2)
-        assert costs.boundary_bytes == WIDTH * 8
-        whole, half = (costs.costs["layer 1"][tp] for tp in (1, 2))
-        assert whole.token_bytes > half.token_bytes > whole.token_bytes / 2
-        # An embedding keeps the numbers of tokens, a linear layer what it is given.
-        assert [costs.costs[f"layer {number}"][1].token_bytes for number in (0, 3)] == [8, WIDTH * 8]
-        assert whole.fixed_s + 16 * whole.token_s + 256 * whole.square_s > 0.0 and links.within_bytes_per_s > 0.0
-        with pytest.raises(ValueError, match=r"memory_limit=1: under .* not even a micro-batch of 1 tokens fits"):
-            measure_layer_costs(model, batch_of, longest=16, memory_limit=1.0)
-        assert model.current == model.optimizer_strategy
-        after[0].grad = torch.zeros_like(after[0]) if rank else None
-        with pytest.raises(ValueError, match="there are gradients"):
-            measure_layer_costs(model, batch_of, longest=16)
-        model.close()
-        assert len(known_groups()) == 1  # that of the job
-        return costs, links
-
-    ranks = run_ranks(check, 2)
+    costs = measure_layer_costs(model, batch_of, longest=16)
+    links = measure_links(model)
+    after = list(model.parameters())
+    assert all(map(torch.equal, before, after)) and all(one.grad is None for one in after)
+    assert model.current == model.optimizer_strategy and costs.degrees == (1, 2)
+    assert costs.boundary_bytes == WIDTH * 8
+    whole, half = (costs.costs["layer 1"][tp] for tp in (1, 2))
+    assert whole.token_bytes > half.token_bytes > whole.token_bytes / 2
+    # An embedding keeps the numbers of tokens, a linear layer what it is given.
+    assert [costs.costs[f"layer {number}"][1].token_bytes for number in (0, 3)] == [8, WIDTH * 8]
+    assert whole.fixed_s + 16 * whole.token_s + 256 * whole.square_s > 0.0 and links.within_bytes_per_s > 0.0
+    with pytest.raises(ValueError, match=r"memory_limit=1: under .* not even a micro-batch of 1 tokens fits"):
+        measure_layer_costs(model, batch_of, longest=16, memory_limit=1.0)
+    assert model.current == model.optimizer_strategy
+    after[0].grad = torch.zeros_like(after[0]) if rank else None
+    with pytest.raises(ValueError, match="there are gradients"):
+        measure_layer_costs(model, batch_of, longest=16)
+    model.close()
+    assert len(known_groups()) == 1  # that of the job
+    ranks = gathered(group, (costs, links))
     assert ranks[0] == ranks[1]

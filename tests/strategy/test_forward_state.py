@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.on_ranks import gathered, on_ranks
 from helpers.processes import for_each
 from helpers.strategies import layers_of
 from torch import nn
@@ -54,27 +55,27 @@ def losses(trainer, steps=range(3)):
     return [trainer.step(rows(step)).loss for step in steps]
 
 
-def test_copies_drop_the_same_elements_in_every_run_and_generators_stay(run_ranks):
-    def train(rank, group):
-        trainers = [
-            trainer_of(group, with_dropout(recomputes), [DP, TP], optimizer_strategy=TP) for recomputes in (False, True)
-        ]
-        torch.manual_seed(rank)  # what ranks drew before is of no matter
-        before = torch.get_rng_state()
-        same_seed = [losses(one) for one in trainers]
-        assert torch.equal(before, torch.get_rng_state())
-        other_seed, resumed = (
-            trainer_of(group, with_dropout(), [DP, TP], optimizer_strategy=TP, seed=seed) for seed in (1, 0)
-        )
-        resumed.num_steps = trainers[0].num_steps
-        assert resumed.num_steps == 3
-        copies = [
-            {name: one.detach() for name, one in trainer.model.named_parameters() if "norm" in name or "table" in name}
-            for trainer in trainers
-        ]
-        return same_seed, losses(other_seed, [0]), losses(resumed, [0]), copies
-
-    (same_seed, other, resumed, copies), (_, _, _, others) = run_ranks(train, 2)
+@on_ranks(2)
+def test_copies_drop_the_same_elements_in_every_run_and_generators_stay(rank, group):
+    trainers = [
+        trainer_of(group, with_dropout(recomputes), [DP, TP], optimizer_strategy=TP) for recomputes in (False, True)
+    ]
+    torch.manual_seed(rank)  # what ranks drew before is of no matter
+    before = torch.get_rng_state()
+    same_seed = [losses(one) for one in trainers]
+    assert torch.equal(before, torch.get_rng_state())
+    other_seed, resumed = (
+        trainer_of(group, with_dropout(), [DP, TP], optimizer_strategy=TP, seed=seed) for seed in (1, 0)
+    )
+    resumed.num_steps = trainers[0].num_steps
+    assert resumed.num_steps == 3
+    copies = [
+        {name: one.detach() for name, one in trainer.model.named_parameters() if "norm" in name or "table" in name}
+        for trainer in trainers
+    ]
+    (same_seed, other, resumed, copies), (_, _, _, others) = gathered(
+        group, (same_seed, losses(other_seed, [0]), losses(resumed, [0]), copies)
+    )
     assert same_seed[0] == same_seed[1], "recomputed forwards drop other elements"
     assert len({same_seed[0][0], other[0], resumed[0]}) == 3
     for copy_, peer in zip(copies, others, strict=True):

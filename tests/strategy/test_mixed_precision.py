@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from helpers.on_ranks import gathered, on_ranks
 from helpers.processes import for_each
-from helpers.strategies import FOUR, assert_holds, own_part, switchable
+from helpers.strategies import FOUR, own_part, switchable
 from test_strategy_training import CONFIG, FIVE, MAX_NORM, MAX_TOKENS, batch, optimizer_of, ranges_of, undivided
 from test_strategy_training import layers_of as llama_layers_of
 
@@ -15,7 +16,6 @@ import zeroresize as zr
 from lm_examples.llama import token_loss
 from zeroresize.plan.strategy import Strategy
 from zeroresize.strategy.model import SwitchableModel
-from zeroresize.strategy.placement.placement import Placement
 from zeroresize.strategy.trainer import StrategyTrainer
 
 pytestmark = pytest.mark.slow
@@ -45,38 +45,21 @@ def trainer_of(group, ranges, optimizer_strategy, dtype, compute_dtype, gradient
     )
 
 
-def test_what_is_switched_are_copies_of_the_masters_and_masters_do_not_change(run_ranks):
-    def check(rank, group):
-        model, wholes = switchable(group, FOUR, torch.float32, compute_dtype=BF16)
-        copies = {name: one.to(BF16) for name, one in wholes.items()}
+@on_ranks(4)
+def test_switches_send_half_the_bytes_and_no_weights_back_to_the_optimizer(rank, group):
+    sent = []
+    for types in ({}, {"compute_dtype": BF16}, {"compute_dtype": BF16, "gradient_dtype": BF16}):
+        model, _ = switchable(group, FOUR, torch.float32, optimizer_strategy=FOUR[1], **types)
+        weights, with_gradients = [], []
         for before, after in itertools.permutations(FOUR, 2):
-            for strategy in (before, after):
-                model.switch_to(strategy, gradients=False)
-                assert_holds(model, copies)
-        model.collect()
-        for name, master in model.named_parameters():
-            assert torch.equal(master.data, own_part(model, model.optimizer_strategy, name, wholes[name]))
-
-    run_ranks(check, 4)
-
-
-def test_switches_send_half_the_bytes_and_no_weights_back_to_the_optimizer(run_ranks):
-    def measure(rank, group):
-        sent = []
-        for types in ({}, {"compute_dtype": BF16}, {"compute_dtype": BF16, "gradient_dtype": BF16}):
-            model, _ = switchable(group, FOUR, torch.float32, optimizer_strategy=FOUR[1], **types)
-            weights, with_gradients = [], []
-            for before, after in itertools.permutations(FOUR, 2):
-                model.switch_to(before, gradients=False)
-                weights.append(model.switch_to(after, gradients=False).sent_bytes)
-                model.switch_to(before, gradients=False)
-                backward_of_sums(model)
-                with_gradients.append(model.switch_to(after).sent_bytes)
-                model.abandon()
-            sent.append((weights, with_gradients))
-        return sent
-
-    by_rank = run_ranks(measure, 4)
+            model.switch_to(before, gradients=False)
+            weights.append(model.switch_to(after, gradients=False).sent_bytes)
+            model.switch_to(before, gradients=False)
+            backward_of_sums(model)
+            with_gradients.append(model.switch_to(after).sent_bytes)
+            model.abandon()
+        sent.append((weights, with_gradients))
+    by_rank = gathered(group, sent)
     assert sum(sum(plain[1]) - sum(plain[0]) for plain, _, _ in by_rank) > 0, "gradients travel"
     for plain, mixed, all_mixed in by_rank:
         home = [after == FOUR[1] for _, after in itertools.permutations(FOUR, 2)]
@@ -96,21 +79,19 @@ def backward_of_sums(model):
             parameter.float().sum().backward()
 
 
-def test_gradients_of_many_micro_batches_are_added_up_in_the_masters_type(run_ranks):
+@on_ranks(4)
+def test_gradients_of_many_micro_batches_are_added_up_in_the_masters_type(rank, group):
     """In bfloat16 a sum of ones stays at 256."""
 
-    def check(rank, group):
-        model, _ = switchable(group, FOUR, torch.float32, compute_dtype=BF16)
-        for strategy in (FOUR[0], FOUR[1]):
-            model.switch_to(strategy)
-            for _ in range(300):
-                backward_of_sums(model)
-        model.collect()
-        for parameter in model.parameters():  # of four replicas, then of two
-            assert parameter.grad.dtype == torch.float32
-            assert torch.equal(parameter.grad, torch.full_like(parameter, 300.0 * (4 + 2)))
-
-    run_ranks(check, 4)
+    model, _ = switchable(group, FOUR, torch.float32, compute_dtype=BF16)
+    for strategy in (FOUR[0], FOUR[1]):
+        model.switch_to(strategy)
+        for _ in range(300):
+            backward_of_sums(model)
+    model.collect()
+    for parameter in model.parameters():  # of four replicas, then of two
+        assert parameter.grad.dtype == torch.float32
+        assert torch.equal(parameter.grad, torch.full_like(parameter, 300.0 * (4 + 2)))
 
 
 def test_gradients_in_16_bits_are_as_exact_as_rounding_each_sum_once_and_the_same_on_ranks_that_hold_the_same(
@@ -164,111 +145,70 @@ def test_training_under_five_strategies_is_that_of_the_undivided_model_to_the_co
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(steps), rtol=1e-4, atol=1e-5)
 
 
-def test_weights_are_cast_once_a_step_and_only_where_the_optimizers_strategy_trains(run_ranks, monkeypatch):
-    def count(rank, group):
-        casts, fill = [], Placement.fill
-        monkeypatch.setattr(Placement, "fill", lambda self, weights: (casts.append(self.strategy), fill(self, weights)))
-        trainer = trainer_of(group, ranges_of(FIVE), FIVE[1], torch.float32, BF16)
-        trainer.step(batch(0))
-        assert casts.count(FIVE[1]) == 1  # others are filled by what they receive
-        casts.clear()
-        trainer.step([torch.ones(3, dtype=torch.int64)] * 4)  # of FIVE[0] only
-        assert casts == [FIVE[0]]
-        model = trainer.model
-        report = model.switch_to(FIVE[3], gradients=False)
-        assert report.new_bytes == model.layout_of(FIVE[3]).rank_bytes(model.tensors)[rank] // 2
-        masters = sum(one.numel() * one.element_size() for one in model.parameters())
-        slack = 6 * 2 * len(FIVE) * len(model.tensors)
-        assert report.new_bytes + masters <= model.held_bytes <= report.new_bytes + masters + slack
-
-    run_ranks(count, 4)
-
-
 SHORT = [torch.ones(3, dtype=torch.int64)] * 4  # of the first range alone
 
 
-def test_steps_and_evaluations_are_of_the_masters_then_whatever_was_computed_or_sent_before(run_ranks):
+@on_ranks(4, [(False,), (True,)])
+def test_steps_and_evaluations_are_of_the_masters_then_whatever_was_computed_or_sent_before(rank, group, overlap):
     """Masters change in place: those of layers that somebody has looked at, and of weights that were sent ahead."""
 
-    @for_each([(False,), (True,)])
-    def check(rank, group, overlap):
-        trainer = trainer_of(group, ranges_of(FIVE), FIVE[1], torch.float32, BF16, overlap=overlap)
-        model, loss = trainer.model, math.log(CONFIG.vocabulary)
+    trainer = trainer_of(group, ranges_of(FIVE), FIVE[1], torch.float32, BF16, overlap=overlap)
+    model, loss = trainer.model, math.log(CONFIG.vocabulary)
 
-        def change(fill):
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    fill(parameter.data)  # as no version counter tells
+    def change(fill):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                fill(parameter.data)  # as no version counter tells
 
-        middle = [torch.ones(6, dtype=torch.int64)] * 4
-        for run in (trainer.evaluate, lambda sequences: trainer.step(sequences).loss):
-            for sequences, strategy in ((SHORT, FIVE[0]), (middle, FIVE[1]), (batch(0), FIVE[1])):
-                change(torch.Tensor.normal_)
-                assert abs(trainer.evaluate(sequences) - loss) > 0.01
-                assert model.stage_layers and (strategy == FIVE[1] or model.prefetch(strategy))
-                change(torch.Tensor.zero_)
-                assert run(sequences) == pytest.approx(loss), (run, strategy)
-
-    run_ranks(check, 4)
+    middle = [torch.ones(6, dtype=torch.int64)] * 4
+    for run in (trainer.evaluate, lambda sequences: trainer.step(sequences).loss):
+        for sequences, strategy in ((SHORT, FIVE[0]), (middle, FIVE[1]), (batch(0), FIVE[1])):
+            change(torch.Tensor.normal_)
+            assert abs(trainer.evaluate(sequences) - loss) > 0.01
+            assert model.stage_layers and (strategy == FIVE[1] or model.prefetch(strategy))
+            change(torch.Tensor.zero_)
+            assert run(sequences) == pytest.approx(loss), (run, strategy)
 
 
-def test_no_copies_are_left_between_steps(run_ranks):
-    def check(rank, group):
-        trainer = trainer_of(group, ranges_of(FIVE), FIVE[0], torch.float32, BF16)
-        model = trainer.model
+@on_ranks(4)
+def test_no_copies_are_left_between_steps(rank, group):
+    trainer = trainer_of(group, ranges_of(FIVE), FIVE[0], torch.float32, BF16)
+    model = trainer.model
 
-        def assert_none(what):
-            assert model.held_bytes == held, what
+    def assert_none(what):
+        assert model.held_bytes == held, what
 
-        held = model.held_bytes
-        trainer.evaluate(SHORT)
-        assert_none("evaluate")
-        for what, end in (
-            ("abandon", model.abandon),
-            ("move_optimizer", lambda: model.move_optimizer(FIVE[0], trainer.optimizer)),
-            ("an evaluation by hand", lambda: model.switch_to(FIVE[0], gradients=False)),
-            ("drop_copies", model.drop_copies),
-            ("collect", lambda: (model.collect(), model.drop_gradients())),
-        ):
-            assert model.stage_layers and model.held_bytes > held
-            end()
-            assert_none(what)
-
-    run_ranks(check, 4)
+    held = model.held_bytes
+    trainer.evaluate(SHORT)
+    assert_none("evaluate")
+    for what, end in (
+        ("abandon", model.abandon),
+        ("move_optimizer", lambda: model.move_optimizer(FIVE[0], trainer.optimizer)),
+        ("an evaluation by hand", lambda: model.switch_to(FIVE[0], gradients=False)),
+        ("drop_copies", model.drop_copies),
+        ("collect", lambda: (model.collect(), model.drop_gradients())),
+    ):
+        assert model.stage_layers and model.held_bytes > held
+        end()
+        assert_none(what)
 
 
-def test_a_strategy_that_divides_as_the_optimizers_does_computes_with_casts_of_its_masters(run_ranks):
-    def check(rank, group):
-        alike = Strategy(1, 2, shares=(1.0, 1.0000001))
-        model, wholes = switchable(group, [Strategy(1, 2), alike], torch.float32, compute_dtype=BF16)
-        copies = {name: one.to(BF16) for name, one in wholes.items()}
-        model.switch_to(alike, gradients=False)
-        assert_holds(model, copies)
-        assert model.prefetch(Strategy(1, 2))
-        model.switch_to(Strategy(1, 2))
-        assert_holds(model, copies)
-
-    run_ranks(check, 2)
-
-
-def test_checkpoints_hold_the_masters_and_a_plain_model_reads_them(run_ranks, tmp_path):
-    def check(rank, group):
-        trainer = trainer_of(group, ranges_of(FIVE), FIVE[3], torch.float32, BF16)
-        trainer.step(batch(0))
-        trainer.model.move_optimizer(FIVE[1], trainer.optimizer)
-        trainer.step(batch(1))
-        saved = zr.sharded_state_dict(trainer.model, trainer.optimizer)
-        dcp.save(saved, checkpoint_id=tmp_path, process_group=group)
-        plain = trainer_of(group, ranges_of(FIVE), FIVE[1], torch.float32, None)
-        dcp.load(zr.sharded_state_dict(plain.model, plain.optimizer), checkpoint_id=tmp_path, process_group=group)
-        for (name, master), (_, parameter) in zip(
-            trainer.model.named_parameters(), plain.model.named_parameters(), strict=True
-        ):
-            assert torch.equal(master, parameter), name
-        again = trainer_of(group, ranges_of(FIVE), FIVE[0], torch.float32, BF16)
-        dcp.load(zr.sharded_state_dict(again.model, again.optimizer), checkpoint_id=tmp_path, process_group=group)
-        again.num_steps = 2
-        return trainer.step(batch(2)).loss, again.step(batch(2)).loss
-
-    for loss, again in run_ranks(check, 4):
-        assert loss == pytest.approx(again, rel=5e-3)
+@on_ranks(4)
+def test_checkpoints_hold_the_masters_and_a_plain_model_reads_them(rank, group, *, tmp_path):
+    trainer = trainer_of(group, ranges_of(FIVE), FIVE[3], torch.float32, BF16)
+    trainer.step(batch(0))
+    trainer.model.move_optimizer(FIVE[1], trainer.optimizer)
+    trainer.step(batch(1))
+    saved = zr.sharded_state_dict(trainer.model, trainer.optimizer)
+    dcp.save(saved, checkpoint_id=tmp_path, process_group=group)
+    plain = trainer_of(group, ranges_of(FIVE), FIVE[1], torch.float32, None)
+    dcp.load(zr.sharded_state_dict(plain.model, plain.optimizer), checkpoint_id=tmp_path, process_group=group)
+    for (name, master), (_, parameter) in zip(
+        trainer.model.named_parameters(), plain.model.named_parameters(), strict=True
+    ):
+        assert torch.equal(master, parameter), name
+    again = trainer_of(group, ranges_of(FIVE), FIVE[0], torch.float32, BF16)
+    dcp.load(zr.sharded_state_dict(again.model, again.optimizer), checkpoint_id=tmp_path, process_group=group)
+    again.num_steps = 2
+    for loss, resumed in gathered(group, (trainer.step(batch(2)).loss, again.step(batch(2)).loss)):
+        assert loss == pytest.approx(resumed, rel=5e-3)

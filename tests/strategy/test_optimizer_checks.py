@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.on_ranks import on_ranks
 from helpers.paced_layers import paced_cost_model
 from helpers.strategies import layers_of
 from torch.distributed.fsdp import fully_shard
@@ -37,41 +38,35 @@ def trainer_of(group, optimizer_strategy, kind=ByNorm):
     return StrategyTrainer(model, optimizer, [LengthRange(8, optimizer_strategy)], loss=token_loss)
 
 
-def test_an_optimizer_strategy_that_divides_what_the_optimizer_sees_whole_is_refused_on_every_rank(run_ranks):
-    def check(rank, group):
-        of_elements = rf"the optimizer's strategy \(1, 2, 1\) divides .*ByNorm {NOT_BY_ELEMENT}"
-        with pytest.raises(ValueError, match=of_elements):
-            trainer_of(group, DIVIDED)
-        trainer_of(group, DIVIDED, torch.optim.SGD)
-        trainer = trainer_of(group, WHOLE)
-        with pytest.raises(ValueError, match=of_elements):
-            trainer.model.move_optimizer(DIVIDED, trainer.optimizer)
-        with pytest.raises(ValueError, match=f"another strategy of the optimizer may divide .*ByNorm {NOT_BY_ELEMENT}"):
-            StrategyBalancer(trainer, paced_cost_model(trainer.model.tensors, 1, 1.0, 2))
-        trainer.step([torch.arange(9)])
-        trainer = trainer_of(group, ONE)  # which leaves rank 0 out
-        error, text = (
-            (ValueError, NOT_BY_ELEMENT) if rank else (RuntimeError, r"ranks \[1\] of the group failed before")
-        )
-        with pytest.raises(error, match=text):
-            trainer.model.move_optimizer(DIVIDED, trainer.optimizer)
-        trainer_of(group, STAGES)
-        of_stages = r"the optimizer's strategy \(1, 1, 2\) divides .*LBFGS .* parameter by parameter"
-        with pytest.raises(ValueError, match=of_stages):
-            trainer_of(group, STAGES, torch.optim.LBFGS)
-
-    run_ranks(check, 2, timeout_s=30)
+@on_ranks(2, timeout_s=30)
+def test_an_optimizer_strategy_that_divides_what_the_optimizer_sees_whole_is_refused_on_every_rank(rank, group):
+    of_elements = rf"the optimizer's strategy \(1, 2, 1\) divides .*ByNorm {NOT_BY_ELEMENT}"
+    with pytest.raises(ValueError, match=of_elements):
+        trainer_of(group, DIVIDED)
+    trainer_of(group, DIVIDED, torch.optim.SGD)
+    trainer = trainer_of(group, WHOLE)
+    with pytest.raises(ValueError, match=of_elements):
+        trainer.model.move_optimizer(DIVIDED, trainer.optimizer)
+    with pytest.raises(ValueError, match=f"another strategy of the optimizer may divide .*ByNorm {NOT_BY_ELEMENT}"):
+        StrategyBalancer(trainer, paced_cost_model(trainer.model.tensors, 1, 1.0, 2))
+    trainer.step([torch.arange(9)])
+    trainer = trainer_of(group, ONE)  # which leaves rank 0 out
+    error, text = (ValueError, NOT_BY_ELEMENT) if rank else (RuntimeError, r"ranks \[1\] of the group failed before")
+    with pytest.raises(error, match=text):
+        trainer.model.move_optimizer(DIVIDED, trainer.optimizer)
+    trainer_of(group, STAGES)
+    of_stages = r"the optimizer's strategy \(1, 1, 2\) divides .*LBFGS .* parameter by parameter"
+    with pytest.raises(ValueError, match=of_stages):
+        trainer_of(group, STAGES, torch.optim.LBFGS)
 
 
-def test_layers_inside_data_parallel_wrappers_are_refused(run_ranks):
-    def check(rank, group):
-        for wrap, message in (
-            (DistributedDataParallel, r"layers\.1 is inside Distributed"),
-            (fully_shard, r"layers\.1 is"),
-        ):
-            layers = layers_of()
-            layers[1] = wrap(layers[1])
-            with pytest.raises(ValueError, match=message):
-                SwitchableModel(layers, strategies=[WHOLE], process_group=group)
-
-    run_ranks(check, 2, timeout_s=30)
+@on_ranks(2, timeout_s=30)
+def test_layers_inside_data_parallel_wrappers_are_refused(rank, group):
+    for wrap, message in (
+        (DistributedDataParallel, r"layers\.1 is inside Distributed"),
+        (fully_shard, r"layers\.1 is"),
+    ):
+        layers = layers_of()
+        layers[1] = wrap(layers[1])
+        with pytest.raises(ValueError, match=message):
+            SwitchableModel(layers, strategies=[WHOLE], process_group=group)

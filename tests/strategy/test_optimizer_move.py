@@ -1,9 +1,8 @@
 """The optimizer moves with its state, bit for bit, also to other ranks; training goes on as if it had not."""
 
-from dataclasses import replace
-
 import pytest
 import torch
+from helpers.on_ranks import on_ranks
 from helpers.strategies import FOUR, assert_holds, layers_of, own_part, whole_tensors
 
 from zeroresize.plan.strategy import Strategy
@@ -34,58 +33,43 @@ def give_gradients(model, wholes, step):
 
 
 @pytest.mark.slow
-def test_the_optimizer_moves_with_its_state_bit_for_bit(run_ranks):
-    def check(rank, group):
-        wholes = whole_tensors(layers_of())
-        whole_optimizer = optimizer_of(wholes.items())
-        model = SwitchableModel(
-            layers_of(), strategies=dict.fromkeys(OPTIMIZER_STRATEGIES), process_group=group, max_bytes=1000
-        )
-        optimizer = optimizer_of(model.named_parameters())
-        rounds = []
-        for step, optimizer_strategy in enumerate(OPTIMIZER_STRATEGIES):
-            report = model.move_optimizer(optimizer_strategy, optimizer)
-            assert model.optimizer_strategy == model.current == optimizer_strategy
-            assert sum(len(one["params"]) for one in optimizer.param_groups) == len(list(model.parameters()))
-            rounds.append(report.num_rounds)
-            give_gradients(model, wholes, step)
-            whole_norm = torch.nn.utils.clip_grad_norm_(wholes.values(), 5.0)
-            norm = clip_grad_norm_(model, 5.0)
-            assert float(norm) == pytest.approx(float(whole_norm), rel=1e-12) and norm > 5.0
-            for name, parameter in model.named_parameters():  # the norms may differ in the last bit
-                torch.testing.assert_close(
-                    parameter.grad, own_part(model, optimizer_strategy, name, wholes[name].grad), rtol=1e-12, atol=0.0
-                )
-                parameter.grad = own_part(model, optimizer_strategy, name, wholes[name].grad).clone()
-            for stepped in (optimizer, whole_optimizer):
-                stepped.step()
-                stepped.zero_grad()
-            model.switch_to(FOUR[0], gradients=False)
-            assert_holds(model, wholes)
-            model.collect()
-            optimizer.zero_grad()
-            for name, parameter in model.named_parameters():
-                expected = whole_optimizer.state[wholes[name]]
-                assert optimizer.state[parameter].keys() == expected.keys()
-                assert torch.equal(optimizer.state[parameter]["step"], expected["step"])
-                for key in ("exp_avg", "exp_avg_sq"):
-                    assert torch.equal(
-                        optimizer.state[parameter][key], own_part(model, optimizer_strategy, name, expected[key])
-                    ), name
-            assert len(optimizer.state) == len(list(model.parameters()))
-        assert max(rounds) > 1
-
-    run_ranks(check, 4)
-
-
-def test_a_move_meets_once_for_each_thing_to_agree_on(run_ranks):
-    """The plan with the sizes of descriptions, memory for these, what they say, memory for tensors, and the end."""
-
-    def check(rank, group):
-        model = SwitchableModel(layers_of(), strategies=FOUR[:2], process_group=group)
-        meetings, participants = [], model._job
-        model._job = replace(participants, meet=lambda *all_: meetings.append(1) or participants.meet(*all_))
-        model.move_optimizer(FOUR[1], optimizer_of(model.named_parameters()))
-        return len(meetings)
-
-    assert run_ranks(check, 4) == [5] * 4
+@on_ranks(4)
+def test_the_optimizer_moves_with_its_state_bit_for_bit(rank, group):
+    wholes = whole_tensors(layers_of())
+    whole_optimizer = optimizer_of(wholes.items())
+    model = SwitchableModel(
+        layers_of(), strategies=dict.fromkeys(OPTIMIZER_STRATEGIES), process_group=group, max_bytes=1000
+    )
+    optimizer = optimizer_of(model.named_parameters())
+    rounds = []
+    for step, optimizer_strategy in enumerate(OPTIMIZER_STRATEGIES):
+        report = model.move_optimizer(optimizer_strategy, optimizer)
+        assert model.optimizer_strategy == model.current == optimizer_strategy
+        assert sum(len(one["params"]) for one in optimizer.param_groups) == len(list(model.parameters()))
+        rounds.append(report.num_rounds)
+        give_gradients(model, wholes, step)
+        whole_norm = torch.nn.utils.clip_grad_norm_(wholes.values(), 5.0)
+        norm = clip_grad_norm_(model, 5.0)
+        assert float(norm) == pytest.approx(float(whole_norm), rel=1e-12) and norm > 5.0
+        for name, parameter in model.named_parameters():  # the norms may differ in the last bit
+            torch.testing.assert_close(
+                parameter.grad, own_part(model, optimizer_strategy, name, wholes[name].grad), rtol=1e-12, atol=0.0
+            )
+            parameter.grad = own_part(model, optimizer_strategy, name, wholes[name].grad).clone()
+        for stepped in (optimizer, whole_optimizer):
+            stepped.step()
+            stepped.zero_grad()
+        model.switch_to(FOUR[0], gradients=False)
+        assert_holds(model, wholes)
+        model.collect()
+        optimizer.zero_grad()
+        for name, parameter in model.named_parameters():
+            expected = whole_optimizer.state[wholes[name]]
+            assert optimizer.state[parameter].keys() == expected.keys()
+            assert torch.equal(optimizer.state[parameter]["step"], expected["step"])
+            for key in ("exp_avg", "exp_avg_sq"):
+                assert torch.equal(
+                    optimizer.state[parameter][key], own_part(model, optimizer_strategy, name, expected[key])
+                ), name
+        assert len(optimizer.state) == len(list(model.parameters()))
+    assert max(rounds) > 1

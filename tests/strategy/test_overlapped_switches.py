@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.on_ranks import gathered, on_ranks
 from helpers.strategies import FOUR, assert_holds, give_ones, switchable
 from test_mixed_precision import trainer_of
 from test_strategy_training import FIVE, batch, ranges_of
@@ -46,99 +47,71 @@ def test_training_is_the_same_to_the_last_bit(run_ranks, monkeypatch, dtype, com
         assert num_started == (0 if is_tight else (4 + 3 + ways) + (1 + 0 + ways) + (4 + ways))
 
 
-def test_weights_travel_without_anyone_waiting_for_them(run_ranks):
-    def check(rank, group):
-        model, wholes = switchable(group, FOUR, max_bytes=3000)
-        model.switch_to(FOUR[2], gradients=False)
-        expected = model.switch_to(FOUR[1], gradients=False)
-        model.switch_to(FOUR[2], gradients=False)
-        assert model.prefetch(FOUR[1])
-        switch = model._switcher._coming[2]
-        switch.wait()  # this rank's thread ends by itself
-        assert switch.transport.received_bytes == expected.received_bytes and expected.num_rounds > 2
-        assert_holds(model, wholes)  # of FOUR[2] still
-        report = model.switch_to(FOUR[1], gradients=False)
-        assert_holds(model, wholes)
-        assert report.received_bytes == expected.received_bytes and report.new_bytes == expected.new_bytes
-        assert model.prefetch(FOUR[2])
-        model.switch_to(FOUR[3], gradients=False)  # what came for another one is dropped
-        assert_holds(model, wholes)
-        model.close()
-
-    run_ranks(check, 4)
-
-
-def test_a_rank_that_fails_while_it_sends_beside_training_leaves_all_with_what_they_had(run_ranks, monkeypatch):
+@on_ranks(4)
+def test_a_rank_that_fails_while_it_sends_beside_training_leaves_all_with_what_they_had(rank, group, *, monkeypatch):
     pack = Transport._pack
 
-    def check(rank, group):
-        def fail(*arguments):
-            if rank == 1:
-                raise ValueError("cannot be packed")
-            return pack(*arguments)
+    def fail(*arguments):
+        if rank == 1:
+            raise ValueError("cannot be packed")
+        return pack(*arguments)
 
-        model, wholes = switchable(group, FOUR)
-        model.switch_to(FOUR[1], gradients=False)
-        texts = []
-        monkeypatch.setattr(Transport, "_pack", fail)
-        model.prefetch(FOUR[0])
-        with pytest.raises(RuntimeError) as caught:
-            model.switch_to(FOUR[0], gradients=False)
-        texts.append(str(caught.value))
-        assert model.current == FOUR[1]
-        assert_holds(model, wholes)
-        monkeypatch.setattr(Transport, "_pack", pack)
-        model.switch_to(FOUR[2], gradients=False)
-        assert_holds(model, wholes)
+    model, wholes = switchable(group, FOUR)
+    model.switch_to(FOUR[1], gradients=False)
+    texts = []
+    monkeypatch.setattr(Transport, "_pack", fail)
+    model.prefetch(FOUR[0])
+    with pytest.raises(RuntimeError) as caught:
+        model.switch_to(FOUR[0], gradients=False)
+    texts.append(str(caught.value))
+    assert model.current == FOUR[1]
+    assert_holds(model, wholes)
+    monkeypatch.setattr(Transport, "_pack", pack)
+    model.switch_to(FOUR[2], gradients=False)
+    assert_holds(model, wholes)
 
-        give_ones(model)
-        model.prefetch(FOUR[1])
-        model._switcher._coming[2].wait()
-        monkeypatch.setattr(Transport, "_pack", fail)
-        model.switch_to(FOUR[1], in_background=True)
-        assert model.current == FOUR[1]
-        with pytest.raises(RuntimeError) as caught:
-            model.collect()
-        texts.append(str(caught.value))
-        monkeypatch.setattr(Transport, "_pack", pack)
-        assert_holds(model, wholes)
-        model.abandon()
-        assert model.current == model.optimizer_strategy
-        assert_holds(model, wholes)
-        assert all(one.grad is None for one in model.parameters())
-        return texts
-
-    for rank, texts in enumerate(run_ranks(check, 4)):
-        for text in texts:
+    give_ones(model)
+    model.prefetch(FOUR[1])
+    model._switcher._coming[2].wait()
+    monkeypatch.setattr(Transport, "_pack", fail)
+    model.switch_to(FOUR[1], in_background=True)
+    assert model.current == FOUR[1]
+    with pytest.raises(RuntimeError) as caught:
+        model.collect()
+    texts.append(str(caught.value))
+    monkeypatch.setattr(Transport, "_pack", pack)
+    assert_holds(model, wholes)
+    model.abandon()
+    assert model.current == model.optimizer_strategy
+    assert_holds(model, wholes)
+    assert all(one.grad is None for one in model.parameters())
+    for rank, seen in enumerate(gathered(group, texts)):
+        for text in seen:
             assert ("cannot be packed" if rank == 1 else "ranks [1] of the group have not received") in text
 
 
-def test_memory_that_does_not_suffice_for_two_sets_of_weights_is_no_error(run_ranks, monkeypatch):
-    def check(rank, group):
-        model, wholes = switchable(group, [Strategy(3), Strategy(1, 3)])
-        if rank == 2:
-            monkeypatch.setattr(agreement, "free_bytes", lambda device: 10)
-            monkeypatch.setattr(agreement, "_place_of", lambda device: "a small device")
-        assert not model.prefetch(Strategy(1, 3))
-        monkeypatch.undo()
-        model.switch_to(Strategy(1, 3), gradients=False)
-        assert_holds(model, wholes)
-
-    run_ranks(check, 3)
+@on_ranks(3)
+def test_memory_that_does_not_suffice_for_two_sets_of_weights_is_no_error(rank, group, *, monkeypatch):
+    model, wholes = switchable(group, [Strategy(3), Strategy(1, 3)])
+    if rank == 2:
+        monkeypatch.setattr(agreement, "free_bytes", lambda device: 10)
+        monkeypatch.setattr(agreement, "_place_of", lambda device: "a small device")
+    assert not model.prefetch(Strategy(1, 3))
+    monkeypatch.undo()
+    model.switch_to(Strategy(1, 3), gradients=False)
+    assert_holds(model, wholes)
 
 
-def test_ranks_that_differ_in_where_a_prefetched_switch_leads_are_told_so(run_ranks):
-    def check(rank, group):
-        model, wholes = switchable(group, FOUR)
-        with pytest.raises(RuntimeError, match=r"differ in where the switch leads, .*: \[\[0, 2, 3\], \[1\]\]"):
-            model.prefetch(FOUR[1 if rank == 1 else 2])
-        model.prefetch(FOUR[1])
-        with pytest.raises(RuntimeError, match=r"differ in where the switch leads: \[\[0, 2, 3\], \[1\]\]"):
-            model.switch_to(FOUR[1 if rank == 1 else 2])
-        with pytest.raises((ValueError, RuntimeError), match=r"none of the model's|ranks \[3\] of the group failed"):
-            model.switch_to(FOUR[1] if rank != 3 else Strategy(ranks=(3,)))
-        assert_holds(model, wholes)
-        model.switch_to(FOUR[1])
-        assert_holds(model, wholes)
-
-    run_ranks(check, 4)
+@on_ranks(4)
+def test_ranks_that_differ_in_where_a_prefetched_switch_leads_are_told_so(rank, group):
+    model, wholes = switchable(group, FOUR)
+    with pytest.raises(RuntimeError, match=r"differ in where the switch leads, .*: \[\[0, 2, 3\], \[1\]\]"):
+        model.prefetch(FOUR[1 if rank == 1 else 2])
+    model.prefetch(FOUR[1])
+    with pytest.raises(RuntimeError, match=r"differ in where the switch leads: \[\[0, 2, 3\], \[1\]\]"):
+        model.switch_to(FOUR[1 if rank == 1 else 2])
+    with pytest.raises((ValueError, RuntimeError), match=r"none of the model's|ranks \[3\] of the group failed"):
+        model.switch_to(FOUR[1] if rank != 3 else Strategy(ranks=(3,)))
+    assert_holds(model, wholes)
+    model.switch_to(FOUR[1])
+    assert_holds(model, wholes)

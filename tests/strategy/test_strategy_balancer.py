@@ -3,12 +3,11 @@
 import json
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.on_ranks import gathered, on_ranks
 from helpers.paced_layers import Pace, paced_cost_model, paced_layers, sequences_of
-from helpers.processes import for_each
 from helpers.strategies import mean_loss
 from torch import nn
 
@@ -16,9 +15,7 @@ from lm_examples.llama import token_loss
 from zeroresize.measure.clocks import HostClock
 from zeroresize.plan.strategy import LengthRange, Strategy
 from zeroresize.policy.strategy.stragglers.candidates import StragglerCosts
-from zeroresize.policy.strategy.stragglers.decision import StragglerDecision
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
-from zeroresize.strategy import straggler_balancing
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.placement.whole_layers import WholeLayers
 from zeroresize.strategy.strategy_balancer import StrategyBalancer
@@ -84,43 +81,40 @@ def training(group, ranges=RANGES, **options):
     return trainer, StrategyBalancer(trainer, cost, probe=pace.probe, clock=Clock(pace), **options), pace
 
 
-def test_a_slow_rank_is_shrunk_left_out_and_comes_back_and_results_are_those_of_undisturbed_training(run_ranks):
-    def train(rank, group):
-        records, losses = [], []
-        trainer, balancer, pace = training(group, on_change=records.append)
+@on_ranks(4)
+def test_a_slow_rank_is_shrunk_left_out_and_comes_back_and_results_are_those_of_undisturbed_training(rank, group):
+    records, losses = [], []
+    trainer, balancer, pace = training(group, on_change=records.append)
 
-        def run_until(kind, chi, most):
-            pace.chi = chi if rank == 1 else 1.0
-            for _ in range(most):
-                losses.append(balancer.step(batch(len(losses))).loss)
-                if records and records[-1].what == kind:
-                    return
-            raise AssertionError(f"{kind} did not come: {[one.what for one in records]}, {balancer.what_if()}")
+    def run_until(kind, chi, most):
+        pace.chi = chi if rank == 1 else 1.0
+        for _ in range(most):
+            losses.append(balancer.step(batch(len(losses))).loss)
+            if records and records[-1].what == kind:
+                return
+        raise AssertionError(f"{kind} did not come: {[one.what for one in records]}, {balancer.what_if()}")
 
-        for _ in range(5):
-            losses.append(balancer.step(batch(len(losses))).loss)
-        assert not records and balancer.what_if()[0].candidate.kind == "stay"
-        run_until("shares", 1.4, 30)
-        assert all(
-            strategy.ranks == original.strategy.ranks
-            for strategy, original in zip(balancer.in_force, RANGES, strict=True)
-        )
-        balancer.load_state_dict(json.loads(json.dumps(balancer.state_dict())))
-        run_until("leave out", 8.0, 30)
-        assert records[-1].left_out == (1,) and trainer.model.optimizer_strategy == balancer.in_force[0]
-        assert not any(1 in one.ranks for one in balancer.in_force)
-        assert rank != 1 or not list(trainer.model.parameters())
-        for _ in range(12):  # it stays where it is while it is slow
-            losses.append(balancer.step(batch(len(losses))).loss)
-        assert len(records) == 2
-        run_until("original", 1.0, 60)
-        assert [one.strategy for one in trainer.ranges] == [one.strategy for one in RANGES]
-        for _ in range(2):
-            losses.append(balancer.step(batch(len(losses))).loss)
-        assert trainer.model.strategies == [one.strategy for one in RANGES]  # the others are forgotten
-        return losses, [(one.step, one.what) for one in records], [one.to_dict() for one in records]
-
-    by_rank = run_ranks(train, 4)
+    for _ in range(5):
+        losses.append(balancer.step(batch(len(losses))).loss)
+    assert not records and balancer.what_if()[0].candidate.kind == "stay"
+    run_until("shares", 1.4, 30)
+    assert all(
+        strategy.ranks == original.strategy.ranks for strategy, original in zip(balancer.in_force, RANGES, strict=True)
+    )
+    balancer.load_state_dict(json.loads(json.dumps(balancer.state_dict())))
+    run_until("leave out", 8.0, 30)
+    assert records[-1].left_out == (1,) and trainer.model.optimizer_strategy == balancer.in_force[0]
+    assert not any(1 in one.ranks for one in balancer.in_force)
+    assert rank != 1 or not list(trainer.model.parameters())
+    for _ in range(12):  # it stays where it is while it is slow
+        losses.append(balancer.step(batch(len(losses))).loss)
+    assert len(records) == 2
+    run_until("original", 1.0, 60)
+    assert [one.strategy for one in trainer.ranges] == [one.strategy for one in RANGES]
+    for _ in range(2):
+        losses.append(balancer.step(batch(len(losses))).loss)
+    assert trainer.model.strategies == [one.strategy for one in RANGES]  # the others are forgotten
+    by_rank = gathered(group, (losses, [(one.step, one.what) for one in records], [one.to_dict() for one in records]))
     losses, decisions, records = by_rank[0]
     assert all(one[1] == decisions for one in by_rank)
     assert losses == pytest.approx(undivided_losses(len(losses)), rel=1e-10)
@@ -129,49 +123,18 @@ def test_a_slow_rank_is_shrunk_left_out_and_comes_back_and_results_are_those_of_
     assert records[-1]["moved_bytes"] > 0
 
 
-def test_samples_are_spaced_by_what_working_out_takes_on_the_slowest_rank_alike_on_all(run_ranks, monkeypatch):
-    """Steps take some milliseconds, so 50 ms in each are far beyond 1 %; no rank is slow in training."""
-
-    @for_each([(0.0,), (0.05,)])
-    def count(rank, group, slowest_s):
-        samples, proposals, step, now_s = [], [], 0, 0.0
-        update, expect, propose = StragglerDecision.update, StragglerCosts.expect, StragglerDecision.what_if
-
-        def slow_update(self, speeds):
-            nonlocal now_s
-            now_s += slowest_s * (rank == 1)
-            return update(self, speeds)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(straggler_balancing, "time", SimpleNamespace(perf_counter=lambda: now_s))
-            patched.setattr(StragglerDecision, "update", slow_update)
-            patched.setattr(StragglerCosts, "expect", lambda self, own: (samples.append(step), expect(self, own))[1])
-            what_if = lambda self, own: (proposals.append(step), propose(self, own))[1]  # noqa: E731
-            patched.setattr(StragglerDecision, "what_if", what_if)
-            _, balancer, _ = training(group, OF_TWO)
-            for step in range(21):
-                balancer.step(batch(step))
-            balancer.close()
-        return samples, proposals
-
-    first, second = run_ranks(count, 2)
-    assert first == second == [([0, 1, 2, 3, 19], []), ([0, 1, 2, 3], [])], "nothing is worked out: no rank is slow"
-
-
-def test_ranks_must_agree_on_all_of_the_costs_and_ranges_and_the_optimizers_strategy_is_that_of_a_range(run_ranks):
-    def make(rank, group):
-        for others in ({"links": LinkSpeeds(1e9, 2e9)}, {"nodes": (0, 1)}, {"optimizer_ratio": 3.0}, {"up_to": 5}):
-            options, trainer = {} if rank else dict(others), trainer_of(group, OF_TWO)
-            if "up_to" in options:
-                first, last = trainer.ranges
-                trainer.use([replace(first, up_to=options.pop("up_to")), last])
-            with pytest.raises(ValueError, match="ranges" if "up_to" in others else next(iter(others))):
-                StrategyBalancer(trainer, replace(cost_of(trainer.model.tensors, 2), **options), probe=lambda: 1.0)
-        trainer = trainer_of(group, OF_TWO, optimizer_strategy=Strategy(1, 1, 2))
-        with pytest.raises(ValueError, match="strategy of no range"):
-            StrategyBalancer(trainer, cost_of(trainer.model.tensors, 2))
-
-    run_ranks(make, 2)
+@on_ranks(2)
+def test_ranks_must_agree_on_all_of_the_costs_and_ranges_and_the_optimizers_strategy_is_that_of_a_range(rank, group):
+    for others in ({"links": LinkSpeeds(1e9, 2e9)}, {"nodes": (0, 1)}, {"optimizer_ratio": 3.0}, {"up_to": 5}):
+        options, trainer = {} if rank else dict(others), trainer_of(group, OF_TWO)
+        if "up_to" in options:
+            first, last = trainer.ranges
+            trainer.use([replace(first, up_to=options.pop("up_to")), last])
+        with pytest.raises(ValueError, match="ranges" if "up_to" in others else next(iter(others))):
+            StrategyBalancer(trainer, replace(cost_of(trainer.model.tensors, 2), **options), probe=lambda: 1.0)
+    trainer = trainer_of(group, OF_TWO, optimizer_strategy=Strategy(1, 1, 2))
+    with pytest.raises(ValueError, match="strategy of no range"):
+        StrategyBalancer(trainer, cost_of(trainer.model.tensors, 2))
 
 
 def test_a_rank_is_expected_to_take_its_share_of_its_replicas_tokens():

@@ -5,6 +5,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.on_ranks import on_ranks
 from helpers.strategies import assert_holds, give_ones, layers_of, switchable
 from torch import nn
 
@@ -153,39 +154,37 @@ DO_NOT_FIT = [
 ]
 
 
-def test_models_and_strategies_that_do_not_fit_are_told_to_all(run_ranks):
-    def check(rank, group):
-        for layers, strategy, expected in DO_NOT_FIT:
-            with pytest.raises(ValueError) as caught:
-                SwitchableModel(layers(), strategies=[strategy], process_group=group)
-            assert expected in str(caught.value)
-        for name in ("compute_dtype", "gradient_dtype"):
-            with pytest.raises(ValueError, match=f"{name}=torch.int8 is not allowed"):
-                SwitchableModel(layers_of(), strategies=[PAIR], process_group=group, **{name: torch.int8})
+@on_ranks(2)
+def test_models_and_strategies_that_do_not_fit_are_told_to_all(rank, group):
+    for layers, strategy, expected in DO_NOT_FIT:
+        with pytest.raises(ValueError) as caught:
+            SwitchableModel(layers(), strategies=[strategy], process_group=group)
+        assert expected in str(caught.value)
+    for name in ("compute_dtype", "gradient_dtype"):
+        with pytest.raises(ValueError, match=f"{name}=torch.int8 is not allowed"):
+            SwitchableModel(layers_of(), strategies=[PAIR], process_group=group, **{name: torch.int8})
 
-        def strategies():
-            yield PAIR
-            if rank == 1:
-                raise ValueError("no such file")
+    def strategies():
+        yield PAIR
+        if rank == 1:
+            raise ValueError("no such file")
 
-        for layers, given, text in (
-            ([Odd()], strategies(), "no such file"),
-            ([Odd(state=rank == 1)], [PAIR], "is a buffer that state dictionaries hold"),
-        ):
-            text = text if rank == 1 else r"ranks \[1\] of the group failed before"
-            with pytest.raises((ValueError, RuntimeError), match=text):
-                SwitchableModel(layers, strategies=given, process_group=group)
-        differ = r"differ in the layers, the strategies, .* compute_dtype .*\[\[0\], \[1\]\]"
-        for options in (
-            {"strategies": [(HALVES, PAIR)[rank]]},
-            {"strategies": [PAIR], "compute_dtype": (torch.bfloat16, torch.float16)[rank]},
-        ):
-            with pytest.raises(RuntimeError, match=differ):
-                SwitchableModel([Odd()], process_group=group, **options)
-        with pytest.raises(RuntimeError, match=r"differ in the weights .*manual_seed.*\[\[0\], \[1\]\]"):
-            SwitchableModel(layers_of(seed=rank, dtype=torch.bfloat16), strategies=[PAIR], process_group=group)
-
-    run_ranks(check, 2)
+    for layers, given, text in (
+        ([Odd()], strategies(), "no such file"),
+        ([Odd(state=rank == 1)], [PAIR], "is a buffer that state dictionaries hold"),
+    ):
+        text = text if rank == 1 else r"ranks \[1\] of the group failed before"
+        with pytest.raises((ValueError, RuntimeError), match=text):
+            SwitchableModel(layers, strategies=given, process_group=group)
+    differ = r"differ in the layers, the strategies, .* compute_dtype .*\[\[0\], \[1\]\]"
+    for options in (
+        {"strategies": [(HALVES, PAIR)[rank]]},
+        {"strategies": [PAIR], "compute_dtype": (torch.bfloat16, torch.float16)[rank]},
+    ):
+        with pytest.raises(RuntimeError, match=differ):
+            SwitchableModel([Odd()], process_group=group, **options)
+    with pytest.raises(RuntimeError, match=r"differ in the weights .*manual_seed.*\[\[0\], \[1\]\]"):
+        SwitchableModel(layers_of(seed=rank, dtype=torch.bfloat16), strategies=[PAIR], process_group=group)
 
 
 def test_a_rank_that_fails_while_its_node_sums_gradients_is_named_and_the_step_is_given_up(run_ranks, monkeypatch):

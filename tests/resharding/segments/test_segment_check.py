@@ -143,52 +143,6 @@ def test_what_depends_on_who_owns_a_unit_is_an_error_on_every_rank(run_ranks):
     assert first == other
 
 
-@pytest.mark.slow
-def test_zero_units_are_tried_where_the_user_says_that_none_are_needed(run_ranks):
-    """A rank that fails alone must not leave the other waiting for it."""
-
-    def follow(attention):
-        def divide(heads):
-            attention.num_heads, attention.slopes = len(heads), SLOPES[heads]
-            attention.share = HEADS // len(heads)
-
-        return divide
-
-    def check(rank, group):
-        zr.check_segments(converted(group, follow), batch())
-        with pytest.raises(ValueError, match=r"failed for 0 heads: ZeroDivisionError"):
-            zr.check_segments(converted(group, follow, min_units=0), batch())
-
-    run_ranks(check, 2, timeout_s=20)
-
-
-@pytest.mark.slow
-def test_training_goes_on_as_if_nothing_had_been_checked(run_ranks):
-    def check(rank, group):
-        losses = []
-        for checks in (False, True):
-            model = converted(group)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-            balancer = zr.Balancer(model, optimizer, process_group=group, config=CONFIG)
-            torch.manual_seed(1)
-            losses.append([])
-            for step in range(4):
-                if checks and step in (0, 2):
-                    gradients = [one.grad for one in model.parameters()]
-                    zr.check_segments(model, batch())
-                    assert all(one.grad is old for one, old in zip(model.parameters(), gradients, strict=True))
-                loss = model(**batch()).square().mean()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                balancer.step()
-                losses[-1].append((loss.item(), model.norm.running_mean.clone()))
-            balancer.close()
-        assert all(a == b and torch.equal(x, y) for (a, x), (b, y) in zip(*losses, strict=True))
-
-    run_ranks(check, 2)
-
-
 def test_it_says_what_it_needs(run_ranks):
     def check(rank, group):
         model = converted(group)

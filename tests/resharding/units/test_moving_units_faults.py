@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 from helpers import parallel_layers
+from helpers.on_ranks import on_ranks
 from helpers.parallel_layers import held, home, same, segments_of, uneven
-from helpers.processes import for_each
 
 from zeroresize.layers.segment import OwnedSegment, UnitTensor
 from zeroresize.plan.ownership import OwnershipMap
@@ -46,23 +46,20 @@ REFUSED = [
 ]
 
 
-def test_what_does_not_fit_or_cannot_be_divided_is_refused(run_ranks):
-    @for_each(REFUSED)
-    def check(rank, group, expected, change):
-        model = parallel_layers.block(group)
-        optimizer, segments = torch.optim.AdamW(model.parameters()), segments_of(model, group)
-        model(torch.ones(2, 3, parallel_layers.WIDTH, dtype=torch.float64)).square().mean().backward()
-        optimizer.step()
-        targets = change(segments, optimizer)
-        owned = [segment.owned for segment in segments]
-        objects, values = held(segments_of(model, group), optimizer)
-        with pytest.raises(ValueError, match=expected):
-            move_units(segments, targets, process_group=group, optimizer=optimizer)
-        assert [segment.owned for segment in segments] == owned
-        now, values_now = held(segments_of(model, group), optimizer)
-        assert now == objects and same(values_now, values)
-
-    run_ranks(check, 2)
+@on_ranks(2, REFUSED)
+def test_what_does_not_fit_or_cannot_be_divided_is_refused(rank, group, expected, change):
+    model = parallel_layers.block(group)
+    optimizer, segments = torch.optim.AdamW(model.parameters()), segments_of(model, group)
+    model(torch.ones(2, 3, parallel_layers.WIDTH, dtype=torch.float64)).square().mean().backward()
+    optimizer.step()
+    targets = change(segments, optimizer)
+    owned = [segment.owned for segment in segments]
+    objects, values = held(segments_of(model, group), optimizer)
+    with pytest.raises(ValueError, match=expected):
+        move_units(segments, targets, process_group=group, optimizer=optimizer)
+    assert [segment.owned for segment in segments] == owned
+    now, values_now = held(segments_of(model, group), optimizer)
+    assert now == objects and same(values_now, values)
 
 
 def test_with_one_element_the_step_stays_a_step(run_ranks):
