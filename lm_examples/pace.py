@@ -33,7 +33,7 @@ class Pace:
     def __init__(self, forward_s: float = 0.0, seconds_of: Callable[[Any], float] | None = None) -> None:
         self.chi, self.slept_s = 1.0, 0.0
         self._forward_s, self._seconds_of = forward_s, seconds_of
-        self._begun_s = self._told_s = 0.0
+        self._begun_s = 0.0
 
     def __deepcopy__(self, memo: object) -> Pace:
         return self  # of the rank, whatever copies of blocks there are
@@ -42,11 +42,6 @@ class Pace:
     def sleeps_for_work(self) -> bool:
         """Whether sleeps stand for all work, so that the rest of a step is idle."""
         return self._forward_s > 0.0 or self._seconds_of is not None
-
-    def lap(self) -> float:
-        """Seconds slept since the last lap."""
-        since, self._told_s = self.slept_s - self._told_s, self.slept_s
-        return since
 
     def hold_up(self, blocks: Iterable[nn.Module]) -> None:
         """Attach to modules with an attribute ``work``."""

@@ -5,16 +5,16 @@ import torch
 from helpers.language_models import Run, model_of
 from torch import nn
 
-from lm_examples.cases.early_exit import EarlyExit, EarlyExitOptions, ExitBlock, Threshold
+from lm_examples.cases.early_exit import EarlyExit, EarlyExitConfig, ExitBlock, Threshold
 from lm_examples.gpt import Block
 
 
 def case(threshold=0.9, **options):
-    return EarlyExit(model_of(), EarlyExitOptions(**({"threshold": threshold, "end": 0, "first_exit": 0} | options)))
+    return EarlyExit(model_of(), EarlyExitConfig(**({"threshold": threshold, "end": 0, "first_exit": 0} | options)))
 
 
 def test_the_threshold_follows_its_schedule():
-    options = EarlyExitOptions(threshold=0.5, initial_threshold=0.9, start=10, end=30, every=5)
+    options = EarlyExitConfig(threshold=0.5, initial_threshold=0.9, start=10, end=30, every=5)
     thresholds = [options.threshold_at(step) for step in (0, 10, 14, 15, 20, 29, 30, 1000)]
     assert thresholds == pytest.approx([0.9, 0.9, 0.9, 0.8, 0.7, 0.6, 0.5, 0.5])
 

@@ -26,7 +26,7 @@ def test_numbers_of_several_ranks_with_many_ties(run_ranks):
                 flat = [size for of_rank in sizes for size in of_rank]
                 begin = len([size for of_rank in sizes[:rank] for size in of_rank])
                 here = slice(begin, begin + len(sizes[rank]))
-                masks = global_top_k(list(numbers.split(flat))[here], k, group, torch.device("cpu"))
+                masks = global_top_k(list(numbers.split(flat))[here], k, group)
                 assert [mask.tolist() for mask in masks] == [mask.tolist() for mask in list(keep.split(flat))[here]]
 
     run_ranks(check, 3)

@@ -5,19 +5,19 @@ import torch
 from helpers.language_models import Run, model_of
 from torch import nn
 
-from lm_examples.cases.mixture_of_depths import MixtureOfDepths, MixtureOfDepthsOptions, RoutedBlock
+from lm_examples.cases.mixture_of_depths import MixtureOfDepths, MixtureOfDepthsConfig, RoutedBlock
 from lm_examples.gpt import Block
 
 
 def case(**options):
-    return MixtureOfDepths(model_of(), MixtureOfDepthsOptions(**({"capacity": 0.25, "predictor_loss": 0.5} | options)))
+    return MixtureOfDepths(model_of(), MixtureOfDepthsConfig(**({"capacity": 0.25, "predictor_loss": 0.5} | options)))
 
 
 def blocks_of(**options):
     torch.manual_seed(0)
     model = model_of(hidden_size=16)
     dense = Block(model).double()
-    routed = RoutedBlock(model, MixtureOfDepthsOptions(**options)).double()
+    routed = RoutedBlock(model, MixtureOfDepthsConfig(**options)).double()
     routed.load_state_dict(dense.state_dict(), strict=False)
     x = torch.randn(3, model.context, model.hidden_size, dtype=torch.float64, requires_grad=True)
     return dense, routed, x, torch.zeros(3, dtype=torch.float64)

@@ -7,7 +7,7 @@ from helpers.language_models import BOUNDARIES, Run, batch, layers_of, model_of
 from torch import nn
 
 from lm_examples.cases.dynamic_case import DynamicCase
-from lm_examples.cases.pruning import Pruning, PruningOptions
+from lm_examples.cases.pruning import Pruning, PruningConfig
 from lm_examples.cases.sparse_linear import SparseLinear
 from zeroresize.pipeline import LayerProfiler, move_layers
 from zeroresize.resharding.agreement import CannotMoveError
@@ -20,15 +20,15 @@ SPARSITIES = [0.0, 0.0, 0.5203125, 0.7875, 0.8859375, 0.9]
 
 
 def case(**options):
-    return Pruning(model_of(), PruningOptions(**(SOON | options)))
+    return Pruning(model_of(), PruningConfig(**(SOON | options)))
 
 
 def test_the_schedule_is_that_of_eq_3_with_the_papers_figures():
-    options = PruningOptions()
+    options = PruningConfig()
     sparsities = {step: options.sparsity_at(step) for step in range(0, 10000, 500)}
     sparsities = {step: round(one, 4) for step, one in sparsities.items() if one is not None}
     assert sparsities == {3000: 0.0, 4000: 0.5203, 5000: 0.7875, 6000: 0.8859, 7000: 0.9}
-    other = PruningOptions(initial_sparsity=0.2, final_sparsity=0.5, start=0, end=4, every=2)
+    other = PruningConfig(initial_sparsity=0.2, final_sparsity=0.5, start=0, end=4, every=2)
     assert [other.sparsity_at(step) for step in range(6)] == [pytest.approx(0.2), None, 0.4625, None, 0.5, None]
 
 

@@ -8,7 +8,7 @@ from helpers.language_models import Run
 from lm_examples.cases.sparse_attention import (
     SparseAttention,
     SparseAttentionBlock,
-    SparseAttentionOptions,
+    SparseAttentionConfig,
     hash_attention,
 )
 from lm_examples.gpt import Block
@@ -19,7 +19,7 @@ def model_of(**shape):
 
 
 def case(**options):
-    return SparseAttention(model_of(), SparseAttentionOptions(**({"num_buckets": 4, "block_size": 2} | options)))
+    return SparseAttention(model_of(), SparseAttentionConfig(**({"num_buckets": 4, "block_size": 2} | options)))
 
 
 @pytest.mark.parametrize("width", [1, 4, 12])
@@ -54,7 +54,7 @@ def test_with_one_bucket_a_block_is_dense():
     torch.manual_seed(0)
     model = model_of()
     dense = Block(model).double()
-    block = SparseAttentionBlock(model, SparseAttentionOptions(num_buckets=1, block_size=4)).double()
+    block = SparseAttentionBlock(model, SparseAttentionConfig(num_buckets=1, block_size=4)).double()
     block.load_state_dict(dense.state_dict(), strict=False)
     x = torch.randn(3, 16, 8, dtype=torch.float64)
     torch.testing.assert_close(block(x), dense(x), rtol=1e-12, atol=1e-12)
@@ -75,7 +75,7 @@ def test_only_needed_tiles_are_multiplied(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "__matmul__", counted)
     work = []
     for num_buckets in (1, 4, 16):
-        block = SparseAttentionBlock(model, SparseAttentionOptions(num_buckets=num_buckets, block_size=4))
+        block = SparseAttentionBlock(model, SparseAttentionConfig(num_buckets=num_buckets, block_size=4))
         products.clear()
         block(torch.randn(2, 64, 8))
         hashes = 2 * 2 * 64 * 8 * (num_buckets // 2)
@@ -87,7 +87,7 @@ def test_only_needed_tiles_are_multiplied(monkeypatch):
 
 def test_the_hash_is_that_of_the_nearest_direction():
     torch.manual_seed(0)
-    attention = SparseAttentionBlock(model_of(), SparseAttentionOptions(num_buckets=6, block_size=4)).attention
+    attention = SparseAttentionBlock(model_of(), SparseAttentionConfig(num_buckets=6, block_size=4)).attention
     directions = torch.cat([attention.rotations, -attention.rotations], dim=1).T
     x = torch.randn(2, 16, 4)
     expected = [[max(range(6), key=lambda one: float(token @ directions[one])) for token in group] for group in x]
