@@ -6,8 +6,20 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
+
 from vit_examples.harness.dry_run import Needs
+from zeroresize.pipeline.stage_layers import divided_by_parameters
+from zeroresize.plan.partition import Partition
 from zeroresize.plan.strategy import Strategy
+
+
+def first_boundaries(chosen: str | tuple[int, ...], layers: Sequence[nn.Module], num_stages: int) -> tuple[int, ...]:
+    """The boundaries with which training begins; ValueError where they do not fit the layers and stages."""
+    if isinstance(chosen, tuple):
+        return Partition.of(chosen, len(layers), num_stages).boundaries
+    divided = Partition.uniform(len(layers), num_stages) if chosen == "uniform" else None
+    return (divided or divided_by_parameters(layers, num_stages)).boundaries
 
 
 def stage_names(boundaries: Sequence[int]) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import subprocess
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -14,12 +13,11 @@ from torch import nn
 from lm_examples.cases import CASES
 from lm_examples.cases.dynamic_case import CaseConfig, DynamicCase
 from lm_examples.gpt import ModelConfig
+from lm_examples.needs import first_boundaries
 from lm_examples.sections import BalanceConfig, CommonRunConfig, DataConfig, StragglerConfig, TrainingConfig
 from vit_examples.harness.checked_fields import Count, Natural, NonNegative, Positive, Section, Timeout
 from zeroresize.pipeline import Release, Repack
-from zeroresize.pipeline.stage_layers import divided_by_parameters
 from zeroresize.plan.layout import TensorSpec
-from zeroresize.plan.partition import Partition
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.pipeline.profile_cadence import MAX_MEASURING
 from zeroresize.policy.pipeline.rebalancing import By
@@ -115,8 +113,7 @@ class SleepConfig(Section):
     """Sleeps for machines with fewer cores than stages, see :mod:`lm_examples.pace`.
 
     Attributes:
-        forward_s: seconds that a dense block sleeps in forward of one micro-batch, and twice as long in backward; 0 is
-            off.
+        forward_s: seconds of a dense block in forward of one micro-batch, and twice as long in backward; 0 is off.
     """
 
     section: ClassVar[str] = "sleep"
@@ -158,14 +155,6 @@ class RunConfig(CommonRunConfig):
             for name, parameter in layer.named_parameters()
         ]
 
-    def first_boundaries(self, layers: Sequence[nn.Module], num_stages: int) -> tuple[int, ...]:
-        """The boundaries with which training begins."""
-        chosen = self.pipeline.boundaries
-        if isinstance(chosen, tuple):
-            return Partition.of(chosen, len(layers), num_stages).boundaries
-        divided = Partition.uniform(len(layers), num_stages) if chosen == "uniform" else None
-        return (divided or divided_by_parameters(layers, num_stages)).boundaries
-
     def token_bytes(self, number: int, share: float = 1.0) -> float:
         """Estimate of what forward of layer ``number`` keeps of one token for backward, with all work done.
 
@@ -199,7 +188,7 @@ class RunConfig(CommonRunConfig):
                 f"included: {num_stages} stages need at least one for each"
             )
         try:
-            self.first_boundaries(self.layers("meta"), num_stages)
+            first_boundaries(self.pipeline.boundaries, self.layers("meta"), num_stages)
         except ValueError as error:
             raise ValueError(f"pipeline.boundaries: {error}") from error
         limits = self.balance.memory_limits

@@ -6,7 +6,6 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,39 +15,14 @@ from torch.distributed import ProcessGroup
 
 from lm_examples.data import Files, TokenBatches
 from lm_examples.feed import Feed
-from lm_examples.needs import rank_needs, stage_names
-from lm_examples.pace import Pace
+from lm_examples.needs import first_boundaries, rank_needs, stage_names
+from lm_examples.pace import CountedBlocks, Pace
 from lm_examples.pipeline_config import RunConfig
 from vit_examples.harness.config_reader import plain
 from vit_examples.harness.dry_run import Needs
 from vit_examples.harness.program import of_all_ranks
 from zeroresize.pipeline import ChangeRecord, Pipeline, PipelineBalancer, ProfileRecord, clip_grad_norm_
 from zeroresize.plan.strategy import Strategy
-
-
-class CountedBlocks:
-    """Adds up the ``work`` of blocks over the micro-batches of a step, by hooks. Evaluation does not count.
-
-    Args:
-        blocks: modules with an attribute ``work``, a number.
-    """
-
-    def __init__(self, blocks: Iterable[nn.Module]) -> None:
-        self._work: dict[nn.Module, float] = {}
-        for block in blocks:
-            self._work[block] = 0.0
-            block.register_forward_hook(self._add)
-
-    def __call__(self, layer: nn.Module) -> float:
-        """Return the work of a layer since it was last asked for; 1 for anything but a block, as it never changes."""
-        work = self._work.get(layer, 1.0)
-        if layer in self._work:
-            self._work[layer] = 0.0
-        return work
-
-    def _add(self, block: Any, inputs: Any, outputs: Any) -> None:
-        if block.training:
-            self._work[block] += block.work
 
 
 class PipelineFeed(Feed):
@@ -182,7 +156,7 @@ class PipelineFeed(Feed):
 
     @staticmethod
     def needs_of(config: RunConfig, num_ranks: int) -> tuple[dict[str, list[Needs]], list[str]]:
-        boundaries = config.first_boundaries(config.layers("meta"), num_ranks)
+        boundaries = first_boundaries(config.pipeline.boundaries, config.layers("meta"), num_ranks)
         strategy = Strategy(pp=num_ranks, boundaries=boundaries)
         return {
             f"case {config.case.name}, {config.pipeline.schedule}": rank_needs(config, strategy, strategy, num_ranks)
@@ -194,7 +168,7 @@ class PipelineFeed(Feed):
             before = state["chosen"]
             if (tuple(before) if isinstance(before, list) else before) == self.config.pipeline.boundaries:
                 return tuple(state["boundaries"])
-        return self.config.first_boundaries(layers, num_stages)
+        return first_boundaries(self.config.pipeline.boundaries, layers, num_stages)
 
     def _tell(self, change: ChangeRecord | ProfileRecord) -> None:
         """What the balancer has done or measured."""

@@ -104,7 +104,7 @@ class DynamicCase:
         """Go on from :meth:`state_dict`, before the first step; layers have been loaded already."""
 
 
-# How many multiplications a dense block does, against which ``work`` is counted. Norms, GELU and softmax do not count.
+# Multiplications of a dense block, against which ``work`` is counted. Norms, GELU and softmax do not count.
 
 
 def feed_forward_products(model: ModelConfig) -> int:
@@ -133,21 +133,18 @@ class ChosenTokens:
         sequences_S: the numbers of the sequences with any.
         places_SQ: in their sequence; behind the chosen ones those of other tokens, as padding.
         is_chosen_SQ: False for padding.
+        shape: [S, Q], padding included; [0, 0] where none is chosen.
     """
 
     def __init__(self, chosen_BT: Tensor) -> None:
-        self._shape = chosen_BT.shape
+        self._length = chosen_BT.shape[1]
         self.sequences_S = chosen_BT.any(dim=1).nonzero().flatten()
         chosen_ST = chosen_BT[self.sequences_S]
         counts_S = chosen_ST.sum(dim=1)
         most = int(counts_S.max()) if len(counts_S) else 0
         self.places_SQ = chosen_ST.int().argsort(dim=1, descending=True, stable=True)[:, :most]
         self.is_chosen_SQ = torch.arange(most, device=chosen_BT.device) < counts_S[:, None]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """[S, Q], padding included; [0, 0] where none is chosen."""
-        return self.places_SQ.shape[0], self.places_SQ.shape[1]
+        self.shape = (len(counts_S), most)
 
     def of(self, x_BTD: Tensor) -> Tensor:
         """The chosen tokens [S, Q, D], and padding."""
@@ -156,9 +153,9 @@ class ChosenTokens:
 
     def replaced(self, x_BTD: Tensor, new_SQD: Tensor) -> Tensor:
         """``x_BTD`` with other values for the chosen tokens, those of padding unused."""
-        flat = self.sequences_S[:, None] * self._shape[1] + self.places_SQ
-        rows = x_BTD.flatten(0, 1).index_copy(0, flat[self.is_chosen_SQ], new_SQD[self.is_chosen_SQ])
-        return rows.view_as(x_BTD)
+        flat = self.sequences_S[:, None] * self._length + self.places_SQ
+        chosen = self.is_chosen_SQ
+        return x_BTD.flatten(0, 1).index_copy(0, flat[chosen], new_SQD[chosen]).view_as(x_BTD)
 
 
 # Something travels between layers beside the hidden states: (x [B, T, D], beside).

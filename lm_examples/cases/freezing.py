@@ -1,10 +1,6 @@
 """Layer freezing: layers in front that have stopped changing are trained no more and skip backward.
 
-**Plasticity** is Egeria's (Wang et al., EuroSys '23): how much a layer's outputs change, as the similarity-preserving
-loss between two of them, mean((G - G')²), where G [T, T] holds the inner products of the tokens' outputs, each row
-divided by its norm. Egeria compares with a copy of the whole model from some time ago. Here a layer is compared with
-itself: with what it returned for the first sequence of a micro-batch just after the last check. So no rank needs more
-than its own layers, and what changes in front of a layer does not count for it.
+How much a layer changes is its :mod:`~lm_examples.cases.plasticity`.
 
 **Frozen layers** are always the first ones, from the embedding on. Their parameters require no gradients, so autograd
 builds no graph for them, they keep no activations, and nothing is sent back to them. Their gradients and optimizer
@@ -13,7 +9,6 @@ state are dropped; when they thaw, the optimizer starts anew with them.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,9 +16,10 @@ from functools import partial
 from typing import Annotated, Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lm_examples.cases.dynamic_case import CaseConfig, DynamicCase
+from lm_examples.cases.plasticity import Watch
 from lm_examples.gpt import ModelConfig
 from lm_examples.sections import PartAbove0
 from vit_examples.harness.checked_fields import Count, Natural
@@ -94,11 +90,11 @@ class FreezingRule:
 
     def state_dict(self) -> dict[str, Any]:
         """What has been seen, as plain values."""
-        return {key: copy.deepcopy(value) for key, value in vars(self).items() if key != "_options"}
+        return {key: value for key, value in vars(self).items() if key != "_options"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`, of a model with as many layers."""
-        vars(self).update(copy.deepcopy(dict(state)))
+        vars(self).update(state)
 
     def _forget(self) -> None:
         self.num_frozen, self._lowest_loss = 0, math.nan
@@ -113,41 +109,6 @@ class FreezingRule:
         self._highest[layer] = max(self._highest[layer], average)
         is_calm = average <= self._options.tolerance * self._highest[layer] and self._highest[layer] > 0.0
         self._calm[layer] = self._calm[layer] + 1 if is_calm else 0
-
-
-class Watch(nn.Module):
-    """What a layer keeps from one check to the next, and takes along when it moves or is saved.
-
-    Attributes:
-        is_due: whether the next forward in training is kept; its last micro-batch is.
-        probe: input and output of one sequence; None before the first.
-        losses: sum and number of steps' losses since the last check; only the last layer is told.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_due = False
-        self.probe: tuple[Tensor, Tensor] | None = None
-        self.losses = 0.0, 0
-
-    def get_extra_state(self) -> dict[str, Any]:
-        return {"is_due": self.is_due, "probe": self.probe, "losses": self.losses}
-
-    def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        self.is_due, self.probe, self.losses = state["is_due"], state["probe"], tuple(state["losses"])
-
-    def see(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        """A forward hook of the layer."""
-        if self.is_due and layer.training and torch.is_grad_enabled():
-            self.probe = inputs[0][:1].detach().clone(), output[:1].detach().clone()
-
-    @torch.no_grad()
-    def plasticity(self, layer: nn.Module) -> float:
-        """How much the layer has changed since the probe was taken; NaN without one."""
-        if self.probe is None:
-            return math.nan
-        inputs, before = self.probe
-        return (_similarity(layer(inputs)[0]) - _similarity(before[0])).square().mean().item()
 
 
 class Freezing(DynamicCase):
@@ -224,8 +185,3 @@ class Freezing(DynamicCase):
                     parameter.grad = None
                     if optimizer is not None:
                         optimizer.state.pop(parameter, None)
-
-
-def _similarity(outputs_TD: Tensor) -> Tensor:
-    """Inner products of tokens [T, T], each row divided by its norm."""
-    return nn.functional.normalize(outputs_TD @ outputs_TD.t(), dim=1)

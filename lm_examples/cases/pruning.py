@@ -116,8 +116,8 @@ class Pruning(DynamicCase):
 
 def _as_sparse(linear: nn.Linear) -> SparseLinear:
     """With the same parameters."""
-    sparse = SparseLinear(0, 0)
-    sparse.in_features, sparse.out_features = linear.in_features, linear.out_features
+    with torch.device("meta"):
+        sparse = SparseLinear(linear.in_features, linear.out_features)
     sparse.weight, sparse.bias = linear.weight, linear.bias
     return sparse
 

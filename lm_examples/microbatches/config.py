@@ -14,6 +14,7 @@ from lm_examples.microbatches.tasks import TaskLengths
 from lm_examples.sections import BalanceConfig, CommonRunConfig, DataConfig, StragglerConfig, TokenTrainingConfig
 from vit_examples.harness.checked_fields import Count, NonNegative, Positive, Section, Timeout
 from zeroresize.microbatch.measuring import ProfiledShapes
+from zeroresize.microbatch.padded import PaddedBatch, PairBatch
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.microbatches.plan import NUM_CLUSTERS, Method, PlanningOptions, SampleOrder, ScheduleName
 from zeroresize.utils.value_checks import at_least
@@ -122,6 +123,12 @@ class SleepConfig(Section):
     def is_on(self) -> bool:
         """Whether blocks sleep."""
         return self.token_s > 0.0 or self.square_s > 0.0
+
+    def seconds_of(self, batch: PaddedBatch | PairBatch) -> float:
+        """How long a block sleeps for a micro-batch."""
+        rows, *lengths = batch.sizes.values()
+        tokens, squares = sum(lengths), sum(length * length for length in lengths)
+        return rows * (self.token_s * tokens + self.square_s * squares) / len(lengths)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,6 @@
-"""A GPT or T5 on samples of very different lengths, in micro-batches that are planned ahead.
+"""A GPT or T5 on samples of very different lengths, in micro-batches that ``RunPlanners`` plan ahead.
 
-What planning adds to an ordinary step are ``RunPlanners``, which plan in processes of their own, and
-``MicroBatchTrainer``; ``MicroBatchBalancer`` gives slow ranks less to do.
+They do so in processes of their own; ``MicroBatchBalancer`` gives slow ranks less to do.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class MicroBatchFeed(Feed):
     ) -> None:
         super().__init__(config, batches, process_group, state)
         layers = config.layers()
-        self._pace = Pace(seconds_of=self._seconds_of if config.sleep.is_on else None)
+        self._pace = Pace(seconds_of=config.sleep.seconds_of if config.sleep.is_on else None)
         if self._pace.sleeps_for_work or config.straggler.rank is not None:
             self._pace.hold_up(layer for layer in layers if hasattr(layer, "segments"))
         self.model = SwitchableModel(layers, strategies=[config.parallel.strategy], process_group=process_group)
@@ -134,12 +133,10 @@ class MicroBatchFeed(Feed):
             "loss": report.loss,
             "step_s": report.seconds,
             "wait_s": report.wait_s,
-            "work_s": report.work_s,
             "expected_s": report.expected_s,
             "tokens": float(lengths.sum()),
             "computed_tokens": float(report.computed_tokens),
             "micro_batches": float(sum(report.num_microbatches)),
-            "recomputed": float(report.recomputation != "none"),
         }
 
     def shown(self, means: dict[str, float]) -> dict[str, Any]:
@@ -182,13 +179,6 @@ class MicroBatchFeed(Feed):
         folder = Path(config.output.folder)
         agreed(lambda: table.save(folder / "costs.json"), self._group, first_only=True)
         return table
-
-    def _seconds_of(self, batch: PaddedBatch | PairBatch) -> float:
-        """How long a block sleeps for a micro-batch."""
-        sleep = self.config.sleep
-        rows, *lengths = batch.sizes.values()
-        tokens, squares = sum(lengths), sum(length * length for length in lengths)
-        return rows * (sleep.token_s * tokens + sleep.square_s * squares) / len(lengths)
 
     def _tell(self, change: ChangeRecord) -> None:
         """What became of samples and layers, as ranks were slow."""
