@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lm_examples.layers import INIT_STD, ResidualBlock, TransformerConfig
+from lm_examples.layers import INIT_STD, FeedForward, ResidualBlock, TransformerConfig
 from vit_examples.harness.checked_fields import Count
 
 
@@ -63,18 +63,6 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(-2))
 
 
-class FeedForward(nn.Module):
-    """Two products with GELU between, of [..., D]."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.up = nn.Linear(config.hidden_size, config.feed_forward_size)
-        self.down = nn.Linear(config.feed_forward_size, config.hidden_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
-
-
 class Block(ResidualBlock):
     """A residual block of [B, T, D].
 
@@ -83,7 +71,7 @@ class Block(ResidualBlock):
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__(nn.LayerNorm, config.hidden_size, Attention(config), FeedForward(config))
+        super().__init__(nn.LayerNorm, config.hidden_size, Attention(config), FeedForward(config, nn.Linear))
         self.work = 1.0
 
 

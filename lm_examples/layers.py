@@ -6,6 +6,7 @@ A layer is called with what the one before returned, and with the micro-batch: `
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -87,6 +88,18 @@ class ResidualBlock(nn.Module):
     def forward(self, x: Tensor, *batch: Any) -> Any:
         x = x + self.attention(self.attention_norm(x), *batch)
         return x + self.mlp(self.mlp_norm(x))
+
+
+class FeedForward(nn.Module):
+    """Two products with GELU between, of [..., D]; ``make`` makes their layers."""
+
+    def __init__(self, config: TransformerConfig, make: Callable[[int, int], nn.Module]) -> None:
+        super().__init__()
+        self.up = make(config.hidden_size, config.feed_forward_size)
+        self.down = make(config.feed_forward_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
 
 
 class Head(nn.Module):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
@@ -140,22 +140,16 @@ def _residual_std(config: LlamaConfig) -> float:
 
 
 def _causal_attention(query_THC: Tensor, key_THC: Tensor, value_THC: Tensor, lengths: Sequence[int]) -> Tensor:
-    """[T, H, C] within each sequence."""
-    mixed = []
-    for begin, num_sequences, length in _runs(lengths):
+    """[T, H, C] within each sequence; neighbours of one length are computed as one."""
+    mixed, begin = [], 0
+    for length, run in itertools.groupby(lengths):
+        num_sequences = len(list(run))
+        end = begin + num_sequences * length
         parts_NHSC = (
-            tensor_THC[begin : begin + num_sequences * length].unflatten(0, (num_sequences, length)).transpose(1, 2)
+            tensor_THC[begin:end].unflatten(0, (num_sequences, length)).transpose(1, 2)
             for tensor_THC in (query_THC, key_THC, value_THC)
         )
         mixed_NHSC = F.scaled_dot_product_attention(*parts_NHSC, is_causal=True)
         mixed.append(mixed_NHSC.transpose(1, 2).flatten(0, 1))
+        begin = end
     return torch.cat(mixed)
-
-
-def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Where neighbours of one length begin, how many they are, and their length."""
-    begin = 0
-    for length, run in itertools.groupby(lengths):
-        num_sequences = len(list(run))
-        yield begin, num_sequences, length
-        begin += num_sequences * length

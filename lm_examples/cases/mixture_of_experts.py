@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lm_examples.cases.dynamic_case import AuxiliaryLossCase, CaseConfig, dense_products, feed_forward_products
-from lm_examples.gpt import Block, FeedForward, ModelConfig
+from lm_examples.gpt import Block, ModelConfig
+from lm_examples.layers import FeedForward
 from vit_examples.harness.checked_fields import Count, NonNegative, Positive
 from zeroresize.utils.value_checks import at_least
 
@@ -66,7 +67,7 @@ class Experts(nn.Module):
     def __init__(self, model: ModelConfig, options: MixtureOfExpertsConfig) -> None:
         super().__init__()
         self._options = options
-        experts = [FeedForward(model) for _ in range(options.num_experts)]
+        experts = [FeedForward(model, nn.Linear) for _ in range(options.num_experts)]
         self.router = nn.Linear(model.hidden_size, options.num_experts, bias=False)
         self.up_EDM = nn.Parameter(torch.stack([one.up.weight.detach().t() for one in experts]))
         self.up_bias_EM = nn.Parameter(torch.stack([one.up.bias.detach() for one in experts]))

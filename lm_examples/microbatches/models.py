@@ -19,7 +19,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lm_examples.layers import Embedding, Head, ResidualBlock, TransformerConfig, linear, norm_of, rotary_waves, rotate
+from lm_examples.layers import (
+    Embedding,
+    FeedForward,
+    Head,
+    ResidualBlock,
+    TransformerConfig,
+    linear,
+    norm_of,
+    rotary_waves,
+    rotate,
+)
 from vit_examples.harness.checked_fields import Count
 from zeroresize.layers.segment import Segment
 from zeroresize.microbatch.padded import PairBatch
@@ -89,18 +99,6 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
-class FeedForward(nn.Module):
-    """Two products with GELU between, of [..., D]."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.up = linear(config.hidden_size, config.feed_forward_size)
-        self.down = linear(config.feed_forward_size, config.hidden_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
-
-
 class Block(ResidualBlock):
     """A residual block of [B, L, D]."""
 
@@ -108,7 +106,7 @@ class Block(ResidualBlock):
 
     def __init__(self, config: ModelConfig) -> None:
         attention = Attention(config, is_causal=self.is_causal)
-        super().__init__(nn.RMSNorm, config.hidden_size, attention, FeedForward(config))
+        super().__init__(nn.RMSNorm, config.hidden_size, attention, FeedForward(config, linear))
 
     def segments(self) -> list[Segment]:
         """What tensor parallelism divides."""
