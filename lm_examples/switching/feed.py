@@ -35,7 +35,7 @@ class StrategyFeed(Feed):
     ) -> None:
         super().__init__(config, batches, process_group, state)
         training = config.training
-        if config.strategies.memory_limit is not None:
+        if config.strategies.memory_limit is not None and not config.strategies.search:
             needs_of(config, dist.get_world_size(process_group))
         layers = config.layers()
         shows = config.output.progress and dist.get_rank(process_group) == 0

@@ -14,6 +14,7 @@ from functools import partial
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
+from vit_examples.harness.sections import LONGEST_TIMEOUT_S
 from zeroresize.utils.value_checks import at_least, is_bool, number, one_of
 
 Natural = Annotated[int, partial(at_least, least=0)]
@@ -21,7 +22,7 @@ Count = Annotated[int, partial(at_least, least=1)]
 NonNegative = Annotated[float, partial(number, least=0.0)]
 Positive = Annotated[float, partial(number, above=0.0)]
 #: Seconds after which a message that does not come fails.
-Timeout = Annotated[float, partial(number, above=0.0, most=1e6)]
+Timeout = Annotated[float, partial(number, above=0.0, most=LONGEST_TIMEOUT_S)]
 
 
 @dataclass(frozen=True)
