@@ -91,9 +91,8 @@ class DynamicCase:
     def figures(self, pipeline: Pipeline) -> dict[str, float]:
         """What to show of the present layers, by name; averaged over stages."""
         present = [pipeline.layers[number] for number in pipeline.present]
-        values = {
-            name: [getattr(each, key) for each in present if hasattr(each, key)] for name, key in self.shown.items()
-        }
+        shown = self.shown.items()
+        values = {name: [getattr(each, key) for each in present if hasattr(each, key)] for name, key in shown}
         return {name: statistics.fmean(of_blocks) for name, of_blocks in values.items() if of_blocks}
 
     def state_dict(self) -> dict[str, Any]:
