@@ -1,4 +1,4 @@
-"""Text as bytes: batches that depend on the seed and the step alone, so any number of stages sees the same ones.
+"""Text as bytes: batches that depend on the seed and the step alone, so any number of ranks sees the same ones.
 
 ``B`` sequences, ``T`` tokens each.
 """
@@ -8,14 +8,16 @@ from __future__ import annotations
 import hashlib
 import math
 import sysconfig
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lm_examples.pipeline_config import RunConfig
 from lm_examples.sections import DataConfig
 
 #: Other people's packages, which some Pythons keep within their standard library's folder.
@@ -25,85 +27,79 @@ SEPARATOR = b"\0"
 
 
 @dataclass(frozen=True)
-class Text:
-    """Bytes of whole files, in an order that depends on their names alone.
+class Files:
+    """Whole files, in an order that depends on their names alone: those to train on, and those that are held out."""
 
-    Attributes:
-        training, held_out: [bytes] uint8.
-    """
-
-    training: Tensor
-    held_out: Tensor
+    training: Sequence[bytes]
+    held_out: Sequence[bytes]
 
     @property
     def digest(self) -> str:
         """Differs where the bytes do."""
-        return hashlib.blake2b(self.training.numpy().tobytes() + self.held_out.numpy().tobytes()).hexdigest()
+        parts = (len(text).to_bytes(8, "little") + text for text in [*self.held_out, b"", *self.training])
+        return hashlib.blake2b(b"".join(parts)).hexdigest()
+
+    def require(self, data: DataConfig, length: int, key: str) -> None:
+        """Raise ValueError, naming the folder, where there are too few bytes for a sequence of a length."""
+        for what, texts in (("training", self.training), ("validation", self.held_out)):
+            num_bytes = sum(len(text.strip()) for text in texts)
+            if num_bytes <= length:
+                raise ValueError(
+                    f"data.folder={_folder_of(data)}: {num_bytes} bytes for {what} are too few for sequences of {key}: "
+                    "give more text, or change data.max_bytes or data.held_out"
+                )
 
 
-class Batches:
-    """Sequences of a text, drawn by seed and step.
+class Batches(ABC):
+    """Mini-batches by seed and step."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def training(self, step: int) -> Any:
+        """The mini-batch of a step."""
+        return self._drawn(0, np.random.default_rng([0, self._seed, step]))
+
+    def validation(self, number: int) -> Any:
+        """As :meth:`training`, of held-out files; the same whatever the seed."""
+        return self._drawn(1, np.random.default_rng([1, 0, number]))
+
+    @abstractmethod
+    def _drawn(self, kind: int, random: np.random.Generator) -> Any:
+        """Of the texts ``kind``: 0 for training, 1 for those that are held out."""
+
+
+class TokenBatches(Batches):
+    """Inputs [B, T] and the tokens that follow each of them, of runs that begin anywhere.
 
     Args:
         context: tokens of a sequence.
     """
 
-    def __init__(self, text: Text, *, batch_size: int, context: int, seed: int) -> None:
-        self._text, self._batch_size, self._context, self._seed = text, batch_size, context, seed
+    def __init__(self, files: Files, *, batch_size: int, context: int, seed: int) -> None:
+        super().__init__(seed)
+        self._texts = [row_of(b"".join(text + SEPARATOR for text in part)) for part in (files.training, files.held_out)]
+        self._batch_size, self._context = batch_size, context
 
-    def training(self, step: int) -> tuple[Tensor, Tensor]:
-        """Tokens [B, T] of a step, and those that follow each of them."""
-        return self._drawn(self._text.training, 0, step)
-
-    def validation(self, number: int) -> tuple[Tensor, Tensor]:
-        """As :meth:`training`, of held-out files; the same whatever the seed."""
-        return self._drawn(self._text.held_out, 1, number)
-
-    def _drawn(self, data: Tensor, kind: int, number: int) -> tuple[Tensor, Tensor]:
-        random = np.random.default_rng([kind, 0 if kind else self._seed, number])
+    def _drawn(self, kind: int, random: np.random.Generator) -> tuple[Tensor, Tensor]:
+        data = self._texts[kind]
         starts_B = torch.from_numpy(random.integers(len(data) - self._context, size=self._batch_size))
         tokens = data[starts_B[:, None] + torch.arange(self._context + 1)].long()
         return tokens[:, :-1], tokens[:, 1:]
 
 
-def load_text(config: RunConfig) -> Text:
+def read_files(data: DataConfig) -> Files:
     """The files that a run is trained on.
-
-    Raises:
-        ValueError: naming the folder, if there is too little text in it.
-    """
-    held_out, training = (b"".join(file + SEPARATOR for file in files) for files in read_files(config.data))
-    for what, part in (("training", training), ("validation", held_out)):
-        require_text(config.data, what, len(part), f"model.context={config.model.context}", config.model.context)
-    return Text(*(torch.from_numpy(np.frombuffer(part, np.uint8).copy()) for part in (training, held_out)))
-
-
-def require_text(data: DataConfig, what: str, num_bytes: int, key: str, length: int) -> None:
-    """Raise ValueError, naming the folder, where there are too few bytes for a sequence of a length."""
-    if num_bytes <= length:
-        raise ValueError(
-            f"data.folder={folder_of(data)}: {num_bytes} bytes for {what} are too few for sequences of {key}: give "
-            "more text, or change data.max_bytes or data.held_out"
-        )
-
-
-def folder_of(data: DataConfig) -> Path:
-    """Where the text is."""
-    return Path(sysconfig.get_path("stdlib") if data.folder is None else data.folder)
-
-
-def read_files(data: DataConfig) -> tuple[list[bytes], list[bytes]]:
-    """Whole files, those that are held out and those to train on, in an order that depends on their names alone.
 
     Raises:
         ValueError: naming the folder or the file that cannot be read.
     """
-    folder = folder_of(data)
+    folder = _folder_of(data)
     if not folder.is_dir():
         raise ValueError(f"data.folder={folder}: no such folder")
     texts: list[bytes] = []
     size = 0
-    for path in _files_of(folder):
+    for path in _paths_in(folder):
         try:
             texts.append(path.read_bytes())
         except OSError as error:
@@ -112,16 +108,19 @@ def read_files(data: DataConfig) -> tuple[list[bytes], list[bytes]]:
         if size >= data.max_bytes:
             break
     num_held_out = math.ceil(data.held_out * len(texts))
-    return texts[:num_held_out], texts[num_held_out:]
+    return Files(texts[num_held_out:], texts[:num_held_out])
 
 
-def batches_of(config: RunConfig, text: Text) -> Batches:
-    """The batches of a run."""
-    training = config.training
-    return Batches(text, batch_size=training.batch_size, context=config.model.context, seed=training.seed)
+def row_of(text: bytes) -> Tensor:
+    """[bytes] of uint8."""
+    return torch.from_numpy(np.frombuffer(text, dtype=np.uint8).copy())
 
 
-def _files_of(folder: Path) -> list[Path]:
+def _folder_of(data: DataConfig) -> Path:
+    return Path(sysconfig.get_path("stdlib") if data.folder is None else data.folder)
+
+
+def _paths_in(folder: Path) -> list[Path]:
     """Shuffled by a hash of their names, so that every part is a sample of all."""
     for pattern in ("*.py", "*"):
         names = [path.relative_to(folder) for path in folder.rglob(pattern) if path.is_file()]

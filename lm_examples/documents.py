@@ -1,33 +1,26 @@
 """Text of variable length: documents whose lengths are long-tailed, and mini-batches of so many tokens of them.
 
-Tokens are bytes; :data:`END` ends a document that was not cut. A mini-batch depends on the seed and the step alone, so
-any number of ranks under any strategies sees the same ones.
-
-``N`` documents.
+Tokens are bytes; a :data:`~lm_examples.data.SEPARATOR` ends a document that was not cut. ``N`` documents.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lm_examples.data import SEPARATOR, read_files, require_text
+from lm_examples.data import SEPARATOR, Batches, Files, row_of
 from lm_examples.length_distributions import DISTRIBUTIONS, LengthDistribution
 from lm_examples.sections import DataConfig
-from zeroresize.utils.value_checks import at_least, one_of
+from vit_examples.harness.checked_fields import Count
 
-#: The token behind the last one of a document.
-END = SEPARATOR[0]
-#: What is a document, of the files themselves; or the name of a distribution, which then decides how long each is.
-PIECES = ("definitions", "files")
+#: Draws a row [length + 1] of uint8.
+Source = Callable[[np.random.Generator], Tensor]
 #: Mini-batches whose lengths stand for those of all.
 _NUM_SAMPLED = 8
 #: Where a function, method or class begins, its decorators included.
@@ -45,108 +38,65 @@ class DocumentsConfig(DataConfig):
         max_length: tokens of a sequence at most; what is longer is cut there.
     """
 
-    lengths: str = "definitions"
-    max_length: int = 1024
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        one_of("data.lengths", self.lengths, [*PIECES, *DISTRIBUTIONS])
-        at_least("data.max_length", self.max_length, 1)
+    lengths: Literal["definitions", "files", "commoncrawl", "github"] = "definitions"
+    max_length: Count = 1024
 
 
-class Source(Protocol):
-    """What sequences are drawn from."""
+class MiniBatches(Batches):
+    """Rows [length + 1] of int64, whose lengths come to ``tokens``: rows are added until there are as many.
 
-    def draw(self, random: np.random.Generator) -> Tensor:
-        """A row [length + 1] of uint8."""
-
-
-class Pieces:
-    """Documents as the text has them, each as likely as any other.
+    The last row is cut.
 
     Args:
-        documents: [N], none of them empty.
-        max_length: tokens at most.
+        sources: of what is trained on, and of what is held out.
     """
 
-    def __init__(self, documents: Sequence[bytes], max_length: int) -> None:
-        self.rows = [_row(one + SEPARATOR)[: max_length + 1] for one in documents]
-
-    def draw(self, random: np.random.Generator) -> Tensor:
-        return self.rows[random.integers(len(self.rows))]
-
-
-class Runs:
-    """Runs of a text that begin anywhere, as long as a distribution says.
-
-    Args:
-        text: at least ``max_length`` + 1 bytes.
-    """
-
-    def __init__(self, text: bytes, distribution: LengthDistribution, max_length: int) -> None:
-        self._text, self._distribution, self._max_length = _row(text), distribution, max_length
-
-    def draw(self, random: np.random.Generator) -> Tensor:
-        (length,) = self._distribution.draw(1, self._max_length, random)
-        begin = int(random.integers(len(self._text) - length))
-        return self._text[begin : begin + int(length) + 1]
-
-
-@dataclass(frozen=True)
-class Documents:
-    """What a run is trained on.
-
-    Attributes:
-        digest: differs where the text does.
-    """
-
-    training: Source
-    held_out: Source
-    digest: str
-
-
-class MiniBatches:
-    """Sequences of documents, drawn by seed and step.
-
-    Args:
-        tokens: that a mini-batch has to learn: sequences are added until there are as many, and the last one is cut.
-    """
-
-    def __init__(self, documents: Documents, *, tokens: int, seed: int) -> None:
-        self._documents, self._tokens, self._seed = documents, tokens, seed
-
-    def training(self, step: int) -> list[Tensor]:
-        """Rows [length + 1] of int64, whose lengths come to ``tokens``."""
-        return self._drawn(self._documents.training, 0, step)
-
-    def validation(self, number: int) -> list[Tensor]:
-        """As :meth:`training`, of held-out files; the same whatever the seed."""
-        return self._drawn(self._documents.held_out, 1, number)
+    def __init__(self, sources: Sequence[Source], *, tokens: int, seed: int) -> None:
+        super().__init__(seed)
+        self._sources, self._tokens = sources, tokens
 
     def sample(self) -> list[NDArray[np.int64]]:
         """Lengths of the sequences of each of the first mini-batches."""
         return [lengths_of(self.training(step)) for step in range(1, _NUM_SAMPLED + 1)]
 
-    def _drawn(self, source: Source, kind: int, number: int) -> list[Tensor]:
-        random = np.random.default_rng([kind, 0 if kind else self._seed, number])
+    def _drawn(self, kind: int, random: np.random.Generator) -> list[Tensor]:
         rows: list[Tensor] = []
         left = self._tokens
         while left:
-            rows.append(source.draw(random)[: left + 1].long())
+            rows.append(self._sources[kind](random)[: left + 1].long())
             left -= len(rows[-1]) - 1
         return rows
 
 
-def load_documents(data: DocumentsConfig) -> Documents:
-    """Read the files that a run is trained on.
+def sources_of(data: DocumentsConfig, files: Files) -> list[Source]:
+    """What is trained on, and what is held out; ValueError, naming the folder, if there is too little text."""
+    distribution = DISTRIBUTIONS.get(data.lengths)
+    if distribution is not None:
+        files.require(data, data.max_length, f"data.max_length={data.max_length}")
+        texts = (SEPARATOR.join(part) for part in (files.training, files.held_out))
+        return [_runs(row_of(text), distribution, data.max_length) for text in texts]
+    files.require(data, 0, "any length")
+    parts = (files.training, files.held_out)
+    if data.lengths == "definitions":
+        parts = tuple([piece for text in part for piece in definitions(text)] for part in parts)
+    return [pieces([piece.strip(b"\n") for piece in part if piece.strip()], data.max_length) for part in parts]
 
-    Raises:
-        ValueError: naming the folder, if there is too little text in it.
-    """
-    held_out, training = read_files(data)
-    digest = hashlib.blake2b(b"".join(len(one).to_bytes(8, "little") + one for one in [*held_out, *training]))
-    sources = [_source_of(data, files, what) for files, what in ((training, "training"), (held_out, "validation"))]
-    return Documents(*sources, digest.hexdigest())
+
+def pieces(documents: Sequence[bytes], max_length: int) -> Source:
+    """Documents as the text has them, none of them empty, each as likely as any other, cut to so many tokens."""
+    rows = [row_of(text + SEPARATOR)[: max_length + 1] for text in documents]
+    return lambda random: rows[random.integers(len(rows))]
+
+
+def _runs(text: Tensor, distribution: LengthDistribution, max_length: int) -> Source:
+    """Runs that begin anywhere in a text of more than ``max_length`` bytes, as long as a distribution says."""
+
+    def draw(random: np.random.Generator) -> Tensor:
+        (length,) = distribution.draw(1, max_length, random)
+        begin = int(random.integers(len(text) - length))
+        return text[begin : begin + int(length) + 1]
+
+    return draw
 
 
 def definitions(source: bytes) -> list[bytes]:
@@ -160,19 +110,4 @@ def definitions(source: bytes) -> list[bytes]:
 
 def lengths_of(rows: Sequence[Tensor]) -> NDArray[np.int64]:
     """[N] tokens that each row has to learn."""
-    return np.array([len(one) - 1 for one in rows], dtype=np.int64)
-
-
-def _source_of(data: DocumentsConfig, files: Sequence[bytes], what: str) -> Source:
-    if data.lengths in DISTRIBUTIONS:
-        text = SEPARATOR.join(files)
-        require_text(data, what, len(text), f"data.max_length={data.max_length}", data.max_length)
-        return Runs(text, DISTRIBUTIONS[data.lengths], data.max_length)
-    parts = files if data.lengths == "files" else [part for file in files for part in definitions(file)]
-    documents = [part.strip(b"\n") for part in parts if part.strip()]
-    require_text(data, what, len(documents), "any length", 0)
-    return Pieces(documents, data.max_length)
-
-
-def _row(text: bytes) -> Tensor:
-    return torch.from_numpy(np.frombuffer(text, dtype=np.uint8).copy())
+    return np.array([len(row) - 1 for row in rows], dtype=np.int64)

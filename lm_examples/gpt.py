@@ -6,44 +6,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vit_examples.harness.sections import each_at_least
-from zeroresize.utils.value_checks import at_least, divides
+from lm_examples.layers import INIT_STD, FeedForward, ResidualBlock, TransformerConfig
+from vit_examples.harness.checked_fields import Count
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(TransformerConfig):
     """Shape of the model.
 
     Attributes:
-        num_blocks: transformer blocks; the pipeline has two layers more, embedding and head.
-        mlp_size: hidden units of the feed-forward part; None is four times ``hidden_size``.
         context: tokens of a sequence.
-        vocabulary: 256 for bytes.
     """
 
-    num_blocks: int = 8
-    hidden_size: int = 128
-    num_heads: int = 4
-    mlp_size: int | None = None
-    context: int = 128
-    vocabulary: int = 256
-
-    def __post_init__(self) -> None:
-        each_at_least("model", self, ("num_blocks", "hidden_size", "num_heads", "context", "vocabulary"), 1)
-        if self.mlp_size is None:
-            object.__setattr__(self, "mlp_size", 4 * self.hidden_size)
-        at_least("model.mlp_size", self.mlp_size, 1)
-        divides("model.hidden_size", self.hidden_size, "model.num_heads", self.num_heads)
-
-    @property
-    def feed_forward_size(self) -> int:
-        assert self.mlp_size is not None
-        return self.mlp_size
+    has_rotary_positions: ClassVar[bool] = False
+    context: Count = 128
 
 
 class Embedding(nn.Module):
@@ -54,7 +36,7 @@ class Embedding(nn.Module):
         self.tokens = nn.Embedding(config.vocabulary, config.hidden_size)
         self.positions = nn.Embedding(config.context, config.hidden_size)
         for embedding in (self.tokens, self.positions):
-            nn.init.normal_(embedding.weight, std=0.02)
+            nn.init.normal_(embedding.weight, std=INIT_STD)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
@@ -81,34 +63,16 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(-2))
 
 
-class FeedForward(nn.Module):
-    """Two products with GELU between, of [..., D]."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.up = nn.Linear(config.hidden_size, config.feed_forward_size)
-        self.down = nn.Linear(config.feed_forward_size, config.hidden_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
-
-
-class Block(nn.Module):
-    """Attention and feed-forward part, each behind a LayerNorm and beside a residual connection; [B, T, D] to the same.
+class Block(ResidualBlock):
+    """A residual block of [B, T, D].
 
     Attributes:
         work: what the last forward computed, as a share of a dense block's multiplications; a dense block's is 1.
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
+        super().__init__(nn.LayerNorm, config.hidden_size, Attention(config), FeedForward(config, nn.Linear))
         self.work = 1.0
-        self.attention_norm, self.attention = nn.LayerNorm(config.hidden_size), Attention(config)
-        self.mlp_norm, self.mlp = nn.LayerNorm(config.hidden_size), FeedForward(config)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
 
 class Head(nn.Module):

@@ -15,8 +15,6 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from zeroresize.utils.value_checks import at_least
-
 #: The slides' ranges, in tokens; nothing is shorter than the first number, and what is longer than the last one is cut.
 BOUNDS = (64, 1024, 4096, 8192, 16384, 32768)
 
@@ -28,19 +26,10 @@ class LengthDistribution:
     Attributes:
         bounds: [ranges + 1] tokens, rising: range r has lengths above entry r, up to entry r + 1.
         tokens: [ranges] that are in sequences of each range, in any unit.
-
-    Raises:
-        ValueError: for bounds that do not rise, or tokens that are not as many as the ranges or not positive.
     """
 
     bounds: tuple[int, ...]
     tokens: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        if len(self.tokens) != len(self.bounds) - 1 or min(self.tokens, default=0.0) <= 0.0:
-            raise ValueError(f"tokens={self.tokens}: one positive number for each range of {self.bounds} is needed")
-        if self.bounds[0] < 1 or any(np.diff(self.bounds) <= 0):
-            raise ValueError(f"bounds={self.bounds} must rise, from 1 or more")
 
     @cached_property
     def shares(self) -> NDArray[np.float64]:
@@ -51,12 +40,7 @@ class LengthDistribution:
         return counts / counts.sum()
 
     def draw(self, num_sequences: int, max_length: int, random: np.random.Generator) -> NDArray[np.int64]:
-        """Draw [N] lengths in tokens, scaled so that the longest are ``max_length``.
-
-        Raises:
-            ValueError: for a length below 1.
-        """
-        at_least("max_length", max_length, 1)
+        """Draw [N] lengths in tokens, scaled so that the longest are ``max_length``."""
         logs = np.log(self.bounds)
         ranges = random.choice(len(self.tokens), size=num_sequences, p=self.shares)
         lengths = np.exp(random.uniform(logs[ranges], logs[ranges + 1]))

@@ -33,7 +33,7 @@ class Pace:
     def __init__(self, forward_s: float = 0.0, seconds_of: Callable[[Any], float] | None = None) -> None:
         self.chi, self.slept_s = 1.0, 0.0
         self._forward_s, self._seconds_of = forward_s, seconds_of
-        self._begun_s = self._told_s = 0.0
+        self._begun_s = 0.0
 
     def __deepcopy__(self, memo: object) -> Pace:
         return self  # of the rank, whatever copies of blocks there are
@@ -42,11 +42,6 @@ class Pace:
     def sleeps_for_work(self) -> bool:
         """Whether sleeps stand for all work, so that the rest of a step is idle."""
         return self._forward_s > 0.0 or self._seconds_of is not None
-
-    def lap(self) -> float:
-        """Seconds slept since the last lap."""
-        since, self._told_s = self.slept_s - self._told_s, self.slept_s
-        return since
 
     def hold_up(self, blocks: Iterable[nn.Module]) -> None:
         """Attach to modules with an attribute ``work``."""
@@ -77,6 +72,31 @@ class Pace:
         num_parts = 2 if any(one.requires_grad for one in block.parameters()) else 1
         held_up = _SleepInBackward.apply(first, self, num_parts * seconds)
         return (held_up, *others) if isinstance(outputs, tuple) else held_up
+
+
+class CountedBlocks:
+    """Adds up the ``work`` of blocks over the micro-batches of a step, by hooks. Evaluation does not count.
+
+    Args:
+        blocks: modules with an attribute ``work``, a number.
+    """
+
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
+        self._work: dict[nn.Module, float] = {}
+        for block in blocks:
+            self._work[block] = 0.0
+            block.register_forward_hook(self._add)
+
+    def __call__(self, layer: nn.Module) -> float:
+        """Return the work of a layer since it was last asked for; 1 for anything but a block, as it never changes."""
+        work = self._work.get(layer, 1.0)
+        if layer in self._work:
+            self._work[layer] = 0.0
+        return work
+
+    def _add(self, block: Any, inputs: Any, outputs: Any) -> None:
+        if block.training:
+            self._work[block] += block.work
 
 
 class _SleepInBackward(torch.autograd.Function):

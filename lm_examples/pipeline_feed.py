@@ -6,7 +6,6 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,40 +13,16 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from lm_examples.data import Text, batches_of, load_text
-from lm_examples.feed import Feed, StepMeans
-from lm_examples.pace import Pace
+from lm_examples.data import Files, TokenBatches
+from lm_examples.feed import Feed
+from lm_examples.needs import first_boundaries, rank_needs, stage_names
+from lm_examples.pace import CountedBlocks, Pace
 from lm_examples.pipeline_config import RunConfig
-from lm_examples.pipeline_stages import build_layers, first_boundaries, stage_names, stage_needs
 from vit_examples.harness.config_reader import plain
 from vit_examples.harness.dry_run import Needs
 from vit_examples.harness.program import of_all_ranks
 from zeroresize.pipeline import ChangeRecord, Pipeline, PipelineBalancer, ProfileRecord, clip_grad_norm_
-
-
-class CountedBlocks:
-    """Adds up the ``work`` of blocks over the micro-batches of a step, by hooks. Evaluation does not count.
-
-    Args:
-        blocks: modules with an attribute ``work``, a number.
-    """
-
-    def __init__(self, blocks: Iterable[nn.Module]) -> None:
-        self._work: dict[nn.Module, float] = {}
-        for block in blocks:
-            self._work[block] = 0.0
-            block.register_forward_hook(self._add)
-
-    def __call__(self, layer: nn.Module) -> float:
-        """Return the work of a layer since it was last asked for; 1 for anything but a block, as it never changes."""
-        work = self._work.get(layer, 1.0)
-        if layer in self._work:
-            self._work[layer] = 0.0
-        return work
-
-    def _add(self, block: Any, inputs: Any, outputs: Any) -> None:
-        if block.training:
-            self._work[block] += block.work
+from zeroresize.plan.strategy import Strategy
 
 
 class PipelineFeed(Feed):
@@ -55,15 +30,14 @@ class PipelineFeed(Feed):
 
     config: RunConfig
     model: Pipeline
-    files = ("pipeline",)
+    section, files = "pipeline", ("pipeline",)
 
     def __init__(
-        self, config: RunConfig, data: Text, process_group: ProcessGroup, state: dict[str, Any] | None
+        self, config: RunConfig, batches: TokenBatches, process_group: ProcessGroup, state: dict[str, Any] | None
     ) -> None:
-        super().__init__(config, data, process_group, state)
+        super().__init__(config, batches, process_group, state)
         self._case, training, balance = config.make_case(), config.training, config.balance
-        layers = build_layers(config, self._case)
-        self._batches = batches_of(config, data)
+        layers = config.layers(case=self._case)
         self.model = Pipeline(
             layers,
             self._case.loss,
@@ -72,13 +46,12 @@ class PipelineFeed(Feed):
             boundaries=self._boundaries(layers, process_group.size(), state),
             schedule=config.pipeline.schedule,
         )
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=training.lr, weight_decay=training.weight_decay)
+        self.optimizer = self.adamw(self.model.parameters())
         self._pace = Pace(config.sleep.forward_s)
         self._pace.hold_up(layers[1:-1])
         self._first_stage = self.model.stage  # re-packing may renumber the pipeline's
-        self._means = StepMeans()
         self._figures: dict[str, float] = {}
-        self._num_moves, self._bubble_ratio = 0, math.nan
+        self._num_moves = 0
         if balance.is_on:
             counts_work = self._case.changes_every_step and balance.count_work == "on"
             self.balancer = PipelineBalancer(
@@ -96,9 +69,10 @@ class PipelineFeed(Feed):
             )
 
     @staticmethod
-    def load_data(config: RunConfig) -> tuple[Text, str]:
-        text = load_text(config)
-        return text, text.digest
+    def batches_of(config: RunConfig, files: Files) -> TokenBatches:
+        training, context = config.training, config.model.context
+        files.require(config.data, context, f"model.context={context}")
+        return TokenBatches(files, batch_size=training.batch_size, context=context, seed=training.seed)
 
     @staticmethod
     def layout_of(config: RunConfig) -> dict[str, Any]:
@@ -113,23 +87,19 @@ class PipelineFeed(Feed):
     def process_group(self) -> ProcessGroup:
         return self.model.process_group
 
-    @property
-    def is_released(self) -> bool:
-        return self.model.is_released
-
-    def train_step(self) -> None:
+    def train_step(self) -> dict[str, float] | None:
         """Forward, backward and the optimizer's step; between them layers may move, and this rank may be released."""
         begin = time.perf_counter()
         self._pace.chi = self.config.straggler.chi_of(self.step, self._first_stage)
-        inputs, target = self._batches.training(self.step)
+        inputs, target = self.batches.training(self.step)
         self.optimizer.zero_grad()
         with nullcontext() if self.balancer is None else self.balancer.step():
             loss = self.model.step(inputs, target=target)
             step_loss = None if loss is None else loss.item()
             if self.config.repack.is_on:  # the last stage may be released with what it knows
                 step_loss = of_all_ranks(step_loss, self.process_group)[-1]
-        if self.is_released:
-            return
+        if self.model.is_released:
+            return None
         if self.config.training.grad_clip > 0.0:
             clip_grad_norm_(self.model, self.config.training.grad_clip)
         self.optimizer.step()
@@ -137,36 +107,33 @@ class PipelineFeed(Feed):
         has_changed = self._case.after_step(self.model, self.optimizer, self.step, step_loss if is_last_stage else None)
         if has_changed and self.balancer is not None:
             self.balancer.profile_next()
-        numbers = {"step_s": time.perf_counter() - begin, "slept_s": self._pace.lap()}
-        self._means.add(
-            {**numbers, "loss": math.nan if step_loss is None else step_loss},
-            is_last=self.step == self.config.training.steps,
-        )
+        loss_here = math.nan if step_loss is None else step_loss
+        return {"step_s": time.perf_counter() - begin, "loss": loss_here}
 
-    def numbers(self) -> dict[str, Any]:
-        means = self._means.since()
-        idle = 1.0 - means["slept_s"] / means["step_s"] if self._pace.sleeps_for_work else math.nan
-        of_stages = of_all_ranks((means["loss"], self._case.figures(self.model), idle), self.process_group)
-        names = dict.fromkeys(name for _, figures, _ in of_stages for name in figures)
+    def shown(self, means: dict[str, float]) -> dict[str, Any]:
+        of_stages = of_all_ranks((means["loss"], self._case.figures(self.model)), self.process_group)
+        names = dict.fromkeys(name for _, figures in of_stages for name in figures)
         self._figures = {
-            name: statistics.fmean(figures[name] for _, figures, _ in of_stages if name in figures) for name in names
+            name: statistics.fmean(figures[name] for _, figures in of_stages if name in figures) for name in names
         }
-        numbers: dict[str, Any] = {"loss": of_stages[-1][0], "step_s": means["step_s"]}
-        if self._pace.sleeps_for_work:
-            numbers["bubble_ratio"] = statistics.fmean(idle for *_, idle in of_stages)
-        return {**numbers, "boundaries": self.model.boundaries, "figures": self._figures}
+        return {
+            "loss": of_stages[-1][0],
+            "step_s": means["step_s"],
+            "boundaries": self.model.boundaries,
+            "figures": self._figures,
+        }
 
     @torch.no_grad()
     def validate(self) -> float:
-        losses: list[float] = []
         self.model.layers.eval()
-        for number in range(self.config.training.validation_batches):
-            inputs, target = self._batches.validation(number)
-            outputs = self.model.evaluate(inputs)
-            if outputs is not None:
-                losses.append(self._case.loss(outputs, target).item())
+        losses = [self.held_out_loss(number) for number in range(self.config.training.validation_batches)]
         self.model.layers.train()
         return statistics.fmean(of_all_ranks(losses, self.process_group)[-1])
+
+    def held_out_loss(self, number: int) -> float:
+        inputs, target = self.batches.validation(number)
+        outputs = self.model.evaluate(inputs)
+        return math.nan if outputs is None else self._case.loss(outputs, target).item()
 
     def state(self) -> dict[str, Any]:
         boundaries, case = self.model.boundaries, self._case.state_dict()
@@ -177,11 +144,10 @@ class PipelineFeed(Feed):
         self._case.load_state_dict(state["case"])
 
     def summary(self) -> dict[str, Any]:
-        step_s = self._means.settled().get("step_s", math.nan)
+        step_s = self.settled().get("step_s", math.nan)
         return {
             "step_s": step_s,
             "tokens_per_s": self.config.training.batch_size * self.config.model.context / step_s,
-            "bubble_ratio": self._bubble_ratio,
             "moves": self._num_moves,
             "boundaries": self.model.boundaries,
             "stages": dict(enumerate(stage_names(self.model.boundaries))),
@@ -190,7 +156,11 @@ class PipelineFeed(Feed):
 
     @staticmethod
     def needs_of(config: RunConfig, num_ranks: int) -> tuple[dict[str, list[Needs]], list[str]]:
-        return {f"case {config.case.name}, {config.pipeline.schedule}": stage_needs(config, num_ranks)}, []
+        boundaries = first_boundaries(config.pipeline.boundaries, config.layers("meta"), num_ranks)
+        strategy = Strategy(pp=num_ranks, boundaries=boundaries)
+        return {
+            f"case {config.case.name}, {config.pipeline.schedule}": rank_needs(config, strategy, strategy, num_ranks)
+        }, []
 
     def _boundaries(self, layers: list[nn.Module], num_stages: int, state: dict[str, Any] | None) -> tuple[int, ...]:
         """Those of the checkpoint, where it is of as many stages and nobody has chosen others since."""
@@ -198,13 +168,10 @@ class PipelineFeed(Feed):
             before = state["chosen"]
             if (tuple(before) if isinstance(before, list) else before) == self.config.pipeline.boundaries:
                 return tuple(state["boundaries"])
-        return first_boundaries(self.config, layers, num_stages)
+        return first_boundaries(self.config.pipeline.boundaries, layers, num_stages)
 
     def _tell(self, change: ChangeRecord | ProfileRecord) -> None:
         """What the balancer has done or measured."""
-        if isinstance(change, ProfileRecord):
-            self._bubble_ratio = change.bubble_ratio
-        else:
-            self._num_moves += change.is_made
+        self._num_moves += isinstance(change, ChangeRecord) and change.is_made
         if self.record is not None:
             self.record.write("pipeline", {**change.to_dict(), "step": self.step})

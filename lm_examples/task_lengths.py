@@ -8,17 +8,13 @@ log-normal; shares, medians and spreads are chosen so that all four come out (``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zeroresize.utils.value_checks import at_least
 
-
-@dataclass(frozen=True)
-class TaskKind:
+class TaskKind(NamedTuple):
     """Describe tasks whose samples are alike in length.
 
     Attributes:
@@ -46,16 +42,11 @@ FLAN_LIKE = (
 )
 
 
-def draw_pairs(
-    num_samples: int, random: np.random.Generator, kinds: Sequence[TaskKind] = FLAN_LIKE
-) -> NDArray[np.int64]:
+def draw_pairs(num_samples: int, random: np.random.Generator) -> NDArray[np.int64]:
     """Draw [N, 2] tokens of source and target."""
-    at_least("num_samples", num_samples, 1)
-    shares = np.array([kind.share for kind in kinds])
-    chosen = random.choice(len(kinds), size=num_samples, p=shares / shares.sum())
-    medians = np.array([(kind.source, kind.target) for kind in kinds])[chosen]
-    spreads = np.array([kind.spread for kind in kinds])[chosen]
-    lengths = medians * np.exp(spreads[:, None] * random.standard_normal((num_samples, 2)))
+    table = np.array(FLAN_LIKE)
+    chosen = table[random.choice(len(table), size=num_samples, p=table[:, 0] / table[:, 0].sum())]
+    lengths = chosen[:, 1:3] * np.exp(chosen[:, 3:] * random.standard_normal((num_samples, 2)))
     return np.maximum(np.rint(lengths), 1).astype(np.int64)
 
 
@@ -70,8 +61,6 @@ def mini_batch_of_pairs(
         joined: whether a sample is one sequence, as for a decoder-only model: [N, 1]; else [N, 2].
         max_target: of a target; None for ``max_length``.
     """
-    at_least("num_tokens", num_tokens, 1)
-    at_least("max_length", max_length, 1)
     drawn = draw_pairs(max(num_tokens // 40, 16), random)
     limits = max_length if joined else np.array([max_length, max_target or max_length])
     lengths: NDArray[np.int64] = np.minimum(drawn.sum(axis=1, keepdims=True) if joined else drawn, limits)

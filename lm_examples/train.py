@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from lm_examples.config import READER
+from lm_examples.data import Files, read_files
 from lm_examples.feed import Feed
 from lm_examples.microbatches.feed import MicroBatchFeed
 from lm_examples.pipeline_feed import PipelineFeed
@@ -39,24 +40,25 @@ FEEDS: dict[str, type[Feed]] = {"pipeline": PipelineFeed, "strategies": Strategy
 
 
 def prepare(
-    config: Any, process_group: ProcessGroup, held: ExitStack, *, resume: bool, data: tuple[Any, str] | None = None
+    config: Any, process_group: ProcessGroup, held: ExitStack, *, resume: bool, files: Files | None = None
 ) -> Feed:
     """Build what is trained, and continue where asked to; collective.
 
     Args:
         held: keeps other runs out of the output folder until it is closed.
-        data: what the feed's ``load_data`` returns; None to call it.
+        files: of which a run is trained; None for those of ``config.data``.
 
     Raises:
         ValueError: on every rank, for anything a user can mend, naming it.
     """
     config.validate_ranks(dist.get_world_size(process_group))
     kind = FEEDS[config.feed]
-    content, digest = agreed(lambda: data or kind.load_data(config), process_group)
+    text = agreed(lambda: files or read_files(config.data), process_group)
+    batches = agreed(lambda: kind.batches_of(config, text), process_group)
     layout = kind.layout_of(config)
-    resumed = begin_run(config, layout, process_group, held, resume=resume, digest=digest)
+    resumed = begin_run(config, layout, process_group, held, resume=resume, digest=text.digest)
     checkpoint, state = resumed or (None, None)
-    feed = kind(config, content, process_group, state)
+    feed = kind(config, batches, process_group, state)
     if checkpoint is not None and state is not None:
         balancer = feed.balancer if state["balanced"] else None
         load_checkpoint(checkpoint, (feed.model, feed.optimizer), process_group=process_group, balancer=balancer)
@@ -78,9 +80,10 @@ def train(feed: Feed) -> dict[str, Any]:
             feed.begin()
         while feed.step < training.steps:
             feed.step += 1
-            feed.train_step()
-            if feed.is_released:
+            numbers = feed.train_step()
+            if numbers is None:
                 return {}
+            feed.count(numbers)
             if feed.record is not None:
                 feed.record.step()
             is_validated = training.is_validated_after(feed.step)
@@ -135,7 +138,9 @@ def table_of(title: str, summary: dict[str, Any]) -> Table:
 def dry_run(config: Any, num_ranks: int) -> None:
     """Check ``config`` for so many ranks and print, on rank 0 if under torchrun, what each of them needs."""
     config.validate_ranks(num_ranks)
-    needs, notes = FEEDS[config.feed].needs_of(config, num_ranks)
+    kind = FEEDS[config.feed]
+    kind.batches_of(config, read_files(config.data))
+    needs, notes = kind.needs_of(config, num_ranks)
     show_needs(f"{config.feed}, {config.training.dtype}", needs, notes)
 
 
@@ -148,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run(config: Any, *, resume: bool) -> None:
     config.validate_ranks(int(os.environ["WORLD_SIZE"]))
     with ExitStack() as held:
-        feed = prepare(config, join(config.timeout_s), held, resume=resume)
+        feed = prepare(config, join(getattr(config, FEEDS[config.feed].section).timeout_s), held, resume=resume)
 
         def leave() -> None:
             feed.leave()

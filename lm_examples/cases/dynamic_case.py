@@ -6,20 +6,37 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from lm_examples.gpt import Block, Embedding, Head, ModelConfig, next_token_loss
+from vit_examples.harness.checked_fields import Section
 from zeroresize.pipeline import Pipeline
+from zeroresize.utils.value_checks import known_keys, one_of
 
 
-@dataclass(frozen=True)
-class NoOptions:
-    """A dense GPT has none."""
+@dataclass(frozen=True, kw_only=True)
+class CaseConfig(Section):
+    """What changes the work of layers; a case's own adds its options, which stand beside the name."""
+
+    section: ClassVar[str] = "case"
+    name: str = "none"
+
+    @classmethod
+    def from_dict(cls, values: Any) -> CaseConfig:
+        """Read plain values: which options there are depends on the name."""
+        from lm_examples.cases import CASES  # whose files import this
+
+        if not isinstance(values, Mapping):
+            raise ValueError(f"case={values!r}: expected a mapping such as {{name: pruning}}")
+        name = values.get("name", "none")
+        one_of("case.name", name, list(CASES))
+        kind = CASES[name].Config
+        return kind(**known_keys(f"key of case {name!r}", values, [field.name for field in fields(kind)]))
 
 
 class DynamicCase:
@@ -27,20 +44,20 @@ class DynamicCase:
 
     Args:
         model: its shape.
-        options: of the class :attr:`Options`; None for its defaults.
+        options: of the class :attr:`Config`; None for its defaults.
 
     Attributes:
         changes_every_step: whether the ``work`` of blocks is another one in every step, as with routing.
         shown: attributes of blocks that :meth:`figures` shows, by their names there.
     """
 
-    Options: ClassVar[type[Any]] = NoOptions
+    Config: ClassVar[type[CaseConfig]] = CaseConfig
     changes_every_step: ClassVar[bool] = False
     shown: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, model: ModelConfig, options: Any = None) -> None:
         self.model = model
-        self.options = self.Options() if options is None else options
+        self.options: Any = self.Config() if options is None else options
 
     def embedding(self) -> nn.Module:
         """Tokens [B, T] to what the blocks take: [B, T, D], or a tuple that begins with it."""
@@ -74,9 +91,8 @@ class DynamicCase:
     def figures(self, pipeline: Pipeline) -> dict[str, float]:
         """What to show of the present layers, by name; averaged over stages."""
         present = [pipeline.layers[number] for number in pipeline.present]
-        values = {
-            name: [getattr(each, key) for each in present if hasattr(each, key)] for name, key in self.shown.items()
-        }
+        shown = self.shown.items()
+        values = {name: [getattr(each, key) for each in present if hasattr(each, key)] for name, key in shown}
         return {name: statistics.fmean(of_blocks) for name, of_blocks in values.items() if of_blocks}
 
     def state_dict(self) -> dict[str, Any]:
@@ -87,7 +103,7 @@ class DynamicCase:
         """Go on from :meth:`state_dict`, before the first step; layers have been loaded already."""
 
 
-# How many multiplications a dense block does, against which ``work`` is counted. Norms, GELU and softmax do not count.
+# Multiplications of a dense block, against which ``work`` is counted. Norms, GELU and softmax do not count.
 
 
 def feed_forward_products(model: ModelConfig) -> int:
@@ -116,21 +132,18 @@ class ChosenTokens:
         sequences_S: the numbers of the sequences with any.
         places_SQ: in their sequence; behind the chosen ones those of other tokens, as padding.
         is_chosen_SQ: False for padding.
+        shape: [S, Q], padding included; [0, 0] where none is chosen.
     """
 
     def __init__(self, chosen_BT: Tensor) -> None:
-        self._shape = chosen_BT.shape
+        self._length = chosen_BT.shape[1]
         self.sequences_S = chosen_BT.any(dim=1).nonzero().flatten()
         chosen_ST = chosen_BT[self.sequences_S]
         counts_S = chosen_ST.sum(dim=1)
         most = int(counts_S.max()) if len(counts_S) else 0
         self.places_SQ = chosen_ST.int().argsort(dim=1, descending=True, stable=True)[:, :most]
         self.is_chosen_SQ = torch.arange(most, device=chosen_BT.device) < counts_S[:, None]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """[S, Q], padding included; [0, 0] where none is chosen."""
-        return self.places_SQ.shape[0], self.places_SQ.shape[1]
+        self.shape = (len(counts_S), most)
 
     def of(self, x_BTD: Tensor) -> Tensor:
         """The chosen tokens [S, Q, D], and padding."""
@@ -139,44 +152,48 @@ class ChosenTokens:
 
     def replaced(self, x_BTD: Tensor, new_SQD: Tensor) -> Tensor:
         """``x_BTD`` with other values for the chosen tokens, those of padding unused."""
-        flat = self.sequences_S[:, None] * self._shape[1] + self.places_SQ
-        rows = x_BTD.flatten(0, 1).index_copy(0, flat[self.is_chosen_SQ], new_SQD[self.is_chosen_SQ])
-        return rows.view_as(x_BTD)
+        flat = self.sequences_S[:, None] * self._length + self.places_SQ
+        chosen = self.is_chosen_SQ
+        return x_BTD.flatten(0, 1).index_copy(0, flat[chosen], new_SQD[chosen]).view_as(x_BTD)
 
 
-# A loss of the blocks' own travels between layers beside the hidden states: (x [B, T, D], auxiliary [B]).
+# Something travels between layers beside the hidden states: (x [B, T, D], beside).
 
 
-class AuxiliaryEmbedding(Embedding):
-    """There is no auxiliary loss yet."""
+class EmbeddingBeside(Embedding):
+    """Makes of its hidden states what travels beside them at first."""
+
+    def __init__(self, model: ModelConfig, beside: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(model)
+        self._beside = beside
 
     def forward(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
         x_BTD = super().forward(tokens_BT)
-        return x_BTD, x_BTD.new_zeros(x_BTD.shape[0])
+        return x_BTD, self._beside(x_BTD)
 
 
 class PassingBlock(Block):
-    """A dense block without an auxiliary loss."""
+    """A dense block, which changes nothing beside the hidden states."""
 
-    def forward(self, x_BTD: Tensor, auxiliary_B: Tensor) -> tuple[Tensor, Tensor]:
-        return super().forward(x_BTD), auxiliary_B
+    def forward(self, x_BTD: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x_BTD), beside
 
 
-class AuxiliaryHead(Head):
-    """To logits [B, T, V] and the auxiliary loss [B]."""
+class PassingHead(Head):
+    """To logits [B, T, V], and what travelled beside the hidden states."""
 
-    def forward(self, x_BTD: Tensor, auxiliary_B: Tensor) -> tuple[Tensor, Tensor]:
-        return super().forward(x_BTD), auxiliary_B
+    def forward(self, x_BTD: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x_BTD), beside
 
 
 class AuxiliaryLossCase(DynamicCase):
-    """Blocks add auxiliary losses, already weighted, to that of the next tokens."""
+    """Blocks add auxiliary losses [B], already weighted, to that of the next tokens."""
 
     def embedding(self) -> nn.Module:
-        return AuxiliaryEmbedding(self.model)
+        return EmbeddingBeside(self.model, lambda x_BTD: x_BTD.new_zeros(len(x_BTD)))
 
     def head(self) -> nn.Module:
-        return AuxiliaryHead(self.model)
+        return PassingHead(self.model)
 
     def loss(self, outputs: Any, tokens_BT: Tensor) -> Tensor:
         logits_BTV, auxiliary_B = outputs

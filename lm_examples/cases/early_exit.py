@@ -13,26 +13,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lm_examples.cases.dynamic_case import (
+    CaseConfig,
     ChosenTokens,
     DynamicCase,
+    EmbeddingBeside,
     attention_products,
     dense_products,
     feed_forward_products,
 )
-from lm_examples.gpt import Block, Embedding, Head, ModelConfig
+from lm_examples.gpt import Block, Head, ModelConfig
+from vit_examples.harness.checked_fields import Count, Natural
 from zeroresize.pipeline import Pipeline
 from zeroresize.utils.value_checks import at_least, number
 
+Cosine = Annotated[float, partial(number, least=-1)]
+
 
 @dataclass(frozen=True, kw_only=True)
-class EarlyExitOptions:
+class EarlyExitConfig(CaseConfig):
     """Which tokens exit.
 
     Attributes:
@@ -43,21 +49,17 @@ class EarlyExitOptions:
         every: steps from one change of the threshold to the next.
     """
 
-    first_exit: int | None = None
-    threshold: float = 0.98
-    initial_threshold: float = 1.0
-    start: int = 0
-    end: int = 1000
-    every: int = 100
+    name: str = "early_exit"
+    first_exit: Natural | None = None
+    threshold: Cosine = 0.98
+    initial_threshold: Cosine = 1.0
+    start: Natural = 0
+    end: Natural = 1000
+    every: Count = 100
 
     def __post_init__(self) -> None:
-        if self.first_exit is not None:
-            at_least("early_exit.first_exit", self.first_exit, 0)
-        number("early_exit.threshold", self.threshold, least=-1)
-        number("early_exit.initial_threshold", self.initial_threshold, least=-1)
-        at_least("early_exit.start", self.start, 0)
-        at_least("early_exit.end", self.end, self.start)
-        at_least("early_exit.every", self.every, 1)
+        super().__post_init__()
+        at_least("case.end", self.end, self.start)
 
     def threshold_at(self, step: int) -> float:
         """Behind a step, from 0."""
@@ -74,13 +76,6 @@ class Threshold:
     """In force now, in all blocks."""
 
     value: float
-
-
-class ExitEmbedding(Embedding):
-    """Nobody has exited yet."""
-
-    def forward(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
-        return super().forward(tokens_BT), torch.zeros_like(tokens_BT, dtype=torch.bool)
 
 
 class ExitBlock(Block):
@@ -136,6 +131,8 @@ class ExitBlock(Block):
 
 
 class ExitHead(Head):
+    """It asks nobody who has exited."""
+
     def forward(self, x_BTD: Tensor, exited_BT: Tensor) -> Tensor:
         return super().forward(x_BTD)
 
@@ -143,18 +140,18 @@ class ExitHead(Head):
 class EarlyExit(DynamicCase):
     """Later blocks compute fewer tokens."""
 
-    Options: ClassVar[type[Any]] = EarlyExitOptions
+    Config: ClassVar[type[CaseConfig]] = EarlyExitConfig
     shown: ClassVar[Mapping[str, str]] = {"exited_tokens": "share_exited"}
 
-    def __init__(self, model: ModelConfig, options: EarlyExitOptions | None = None) -> None:
+    def __init__(self, model: ModelConfig, options: EarlyExitConfig | None = None) -> None:
         super().__init__(model, options)
         first = self.options.first_exit
         self._first_exit = (model.num_blocks - 1) // 2 if first is None else first
-        at_least("early_exit.first_exit", self._first_exit, 0, model.num_blocks - 1)
+        at_least("case.first_exit", self._first_exit, 0, model.num_blocks - 1)
         self._threshold = Threshold(self.options.threshold_at(0))
 
     def embedding(self) -> nn.Module:
-        return ExitEmbedding(self.model)
+        return EmbeddingBeside(self.model, lambda x_BTD: x_BTD.new_zeros(x_BTD.shape[:2], dtype=torch.bool))
 
     def block(self, number: int) -> nn.Module:
         return ExitBlock(self.model, self._threshold if number >= self._first_exit else None)

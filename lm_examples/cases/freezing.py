@@ -1,38 +1,35 @@
 """Layer freezing: layers in front that have stopped changing are trained no more and skip backward.
 
-**Plasticity** is Egeria's (Wang et al., EuroSys '23): how much a layer's outputs change, as the similarity-preserving
-loss between two of them, mean((G - G')²), where G [T, T] holds the inner products of the tokens' outputs, each row
-divided by its norm. Egeria compares with a reference model, a copy of the whole model from some time ago. Here a layer
-is compared with itself: it keeps the first sequence of a micro-batch that it was given just after the last check, and
-what it returned; at the check it is run once more on that. So no rank needs more than its own layers, every layer is
-watched from the beginning, and what changes in front of a layer does not count for it.
+How much a layer changes is its :mod:`~lm_examples.cases.plasticity`.
 
-**Frozen layers** are always the first ones, from the embedding on: those whose plasticity has become small. Their
-parameters require no gradients, so autograd builds no graph for them, they keep no activations, and nothing is sent
-back to them. Their gradients and optimizer state are dropped; when they thaw, the optimizer starts anew with them.
+**Frozen layers** are always the first ones, from the embedding on. Their parameters require no gradients, so autograd
+builds no graph for them, they keep no activations, and nothing is sent back to them. Their gradients and optimizer
+state are dropped; when they thaw, the optimizer starts anew with them.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import Annotated, Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lm_examples.cases.dynamic_case import DynamicCase
+from lm_examples.cases.dynamic_case import CaseConfig, DynamicCase
+from lm_examples.cases.plasticity import Watch
 from lm_examples.gpt import ModelConfig
-from vit_examples.harness.sections import each_at_least
-from zeroresize.comm.collectives import all_reduce
+from lm_examples.sections import PartAbove0
+from vit_examples.harness.checked_fields import Count, Natural
+from vit_examples.harness.program import of_all_ranks
 from zeroresize.pipeline import Pipeline
-from zeroresize.utils.value_checks import at_least, number
+from zeroresize.utils.value_checks import number
 
 
 @dataclass(frozen=True, kw_only=True)
-class FreezingOptions:
+class FreezingConfig(CaseConfig):
     """When layers are frozen.
 
     Attributes:
@@ -42,29 +39,18 @@ class FreezingOptions:
         tolerance: a layer is calm when this average is at most so large a share of the highest it has had.
         patience: checks in a row in which a layer must be calm.
         keep_active: how many layers at the end are never frozen, the head among them.
-        thaw_at_lr: all layers thaw when the learning rate has fallen to this share of what it was when the first of
-            them was frozen; None for never.
         thaw_at_loss: all layers thaw when the mean loss between two checks is this many times its lowest since the
             first of them was frozen; None for never.
     """
 
-    start: int = 0
-    every: int = 50
-    window: int = 3
-    tolerance: float = 0.2
-    patience: int = 2
-    keep_active: int = 1
-    thaw_at_lr: float | None = 0.1
-    thaw_at_loss: float | None = 1.2
-
-    def __post_init__(self) -> None:
-        at_least("freezing.start", self.start, 0)
-        each_at_least("freezing", self, ("every", "window", "patience", "keep_active"), 1)
-        number("freezing.tolerance", self.tolerance, above=0, below=1)
-        if self.thaw_at_lr is not None:
-            number("freezing.thaw_at_lr", self.thaw_at_lr, above=0, below=1)
-        if self.thaw_at_loss is not None:
-            number("freezing.thaw_at_loss", self.thaw_at_loss, above=1)
+    name: str = "freezing"
+    start: Natural = 0
+    every: Count = 50
+    window: Count = 3
+    tolerance: PartAbove0 = 0.2
+    patience: Count = 2
+    keep_active: Count = 1
+    thaw_at_loss: Annotated[float, partial(number, above=1)] | None = 1.2
 
 
 class FreezingRule:
@@ -77,66 +63,43 @@ class FreezingRule:
         num_frozen: layers from the front.
     """
 
-    def __init__(self, num_layers: int, options: FreezingOptions) -> None:
+    def __init__(self, num_layers: int, options: FreezingConfig) -> None:
         self._options, self._num_layers = options, num_layers
         self._forget()
 
-    def check(self, plasticity: Sequence[float], lr: float, loss: float) -> int:
-        """Decide anew.
+    def check(self, plasticity: Sequence[float], loss: float) -> int:
+        """Decide anew, and return how many layers are frozen now.
 
         Args:
             plasticity: [L] since the last check; NaN where it is not known, as of frozen layers.
-            lr: learning rate.
             loss: mean since the last check; NaN if not known.
-
-        Returns:
-            How many layers are frozen now.
         """
-        if self.num_frozen and self._is_time_to_thaw(lr, loss):
+        at_loss = self._options.thaw_at_loss
+        if self.num_frozen and at_loss is not None and loss >= at_loss * self._lowest_loss:
             self._forget()
             return 0
         for layer, value in enumerate(plasticity):
             if not math.isnan(value):
                 self._see(layer, value)
         most = max(self._num_layers - self._options.keep_active, 0)
-        was_frozen = self.num_frozen
         while self.num_frozen < most and self._calm[self.num_frozen] >= self._options.patience:
             self.num_frozen += 1
-        if self.num_frozen and not was_frozen:
-            self._lr = lr
         if self.num_frozen and not loss >= self._lowest_loss:
             self._lowest_loss = loss
         return self.num_frozen
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            key: copy.deepcopy(value) for key, value in vars(self).items() if key not in ("_options", "_num_layers")
-        }
+        """What has been seen, as plain values."""
+        return {key: value for key, value in vars(self).items() if key != "_options"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict`.
-
-        Raises:
-            ValueError: for a state of a model with another number of layers.
-        """
-        if len(state["_calm"]) != self._num_layers:
-            raise ValueError(
-                f"the state is of {len(state['_calm'])} layers, but the model has {self._num_layers}: go on with the "
-                "model that was saved"
-            )
-        vars(self).update(copy.deepcopy(dict(state)))
+        """Go on from :meth:`state_dict`, of a model with as many layers."""
+        vars(self).update(state)
 
     def _forget(self) -> None:
-        self.num_frozen = 0
+        self.num_frozen, self._lowest_loss = 0, math.nan
         self._recent: list[list[float]] = [[] for _ in range(self._num_layers)]
-        self._highest = [0.0] * self._num_layers
-        self._calm = [0] * self._num_layers
-        self._lr = self._lowest_loss = math.nan
-
-    def _is_time_to_thaw(self, lr: float, loss: float) -> bool:
-        at_lr, at_loss = self._options.thaw_at_lr, self._options.thaw_at_loss
-        has_lr_dropped = at_lr is not None and lr <= at_lr * self._lr
-        return has_lr_dropped or (at_loss is not None and loss >= at_loss * self._lowest_loss)
+        self._highest, self._calm = [0.0] * self._num_layers, [0] * self._num_layers
 
     def _see(self, layer: int, value: float) -> None:
         recent = self._recent[layer] = [*self._recent[layer], value][-self._options.window :]
@@ -148,50 +111,15 @@ class FreezingRule:
         self._calm[layer] = self._calm[layer] + 1 if is_calm else 0
 
 
-class Watch(nn.Module):
-    """What a layer keeps from one check to the next, and takes along when it moves or is saved.
-
-    Attributes:
-        is_due: whether the next forward in training is kept; its last micro-batch is.
-        probe: input and output of one sequence, on the CPU; None before the first.
-        losses: sum and number of steps' losses since the last check; only the last layer is told.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_due = False
-        self.probe: tuple[Tensor, Tensor] | None = None
-        self.losses = 0.0, 0
-
-    def get_extra_state(self) -> dict[str, Any]:
-        return {"is_due": self.is_due, "probe": self.probe, "losses": self.losses}
-
-    def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        self.is_due, self.probe, self.losses = state["is_due"], state["probe"], tuple(state["losses"])
-
-    def see(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        """A forward hook of the layer."""
-        if self.is_due and layer.training and torch.is_grad_enabled():
-            self.probe = inputs[0][:1].detach().cpu().clone(), output[:1].detach().cpu().clone()
-
-    @torch.no_grad()
-    def plasticity(self, layer: nn.Module, device: torch.device) -> float:
-        """How much the layer has changed since the probe was taken; NaN without one."""
-        if self.probe is None:
-            return math.nan
-        inputs, before = (one.to(device) for one in self.probe)
-        return (_similarity(layer(inputs)[0]) - _similarity(before[0])).square().mean().item()
-
-
 class Freezing(DynamicCase):
     """Layers whose plasticity has become small are frozen, from the front.
 
     Frozen layers compute their forward, so ``work`` of a block stays 1; they have no backward.
     """
 
-    Options: ClassVar[type[Any]] = FreezingOptions
+    Config: ClassVar[type[CaseConfig]] = FreezingConfig
 
-    def __init__(self, model: ModelConfig, options: FreezingOptions | None = None) -> None:
+    def __init__(self, model: ModelConfig, options: FreezingConfig | None = None) -> None:
         super().__init__(model, options)
         self._rule = FreezingRule(model.num_blocks + 2, self.options)
         self._made: dict[int, nn.Module] = {}
@@ -214,9 +142,8 @@ class Freezing(DynamicCase):
         if step % self.options.every or step < self.options.start:
             return False
         before = self._rule.num_frozen
-        *plasticity, loss_sum, num_losses = self._of_all_stages(pipeline)
-        mean_loss = loss_sum / num_losses if num_losses else math.nan
-        after = self._rule.check(plasticity, float(optimizer.param_groups[0]["lr"]), mean_loss)
+        plasticity, mean_loss = self._of_all_stages(pipeline)
+        after = self._rule.check(plasticity, mean_loss)
         for place, layer in enumerate(pipeline.layers):
             layer.watch.is_due, layer.watch.probe, layer.watch.losses = place >= after, None, (0.0, 0)
         if after == before:
@@ -240,17 +167,13 @@ class Freezing(DynamicCase):
         self._made[number] = layer
         return layer
 
-    def _of_all_stages(self, pipeline: Pipeline) -> list[float]:
-        """Every layer's plasticity, and the sum and number of losses; collective."""
-        sums = torch.zeros(len(pipeline.layers) + 2, dtype=torch.float64)
-        for place in pipeline.present:
-            layer = pipeline.layers[place]
-            sums[place] = layer.watch.plasticity(layer, pipeline.device)
-        if pipeline.present.stop == len(pipeline.layers):
-            sums[-2:] = torch.tensor(pipeline.layers[-1].watch.losses, dtype=torch.float64)
-        whole = sums.to(pipeline.meet_device)
-        all_reduce(whole, pipeline.process_group)
-        return whole.tolist()
+    def _of_all_stages(self, pipeline: Pipeline) -> tuple[list[float], float]:
+        """Every layer's plasticity, and the mean loss; collective."""
+        here = [pipeline.layers[place].watch.plasticity(pipeline.layers[place]) for place in pipeline.present]
+        of_stages = of_all_ranks((here, pipeline.layers[-1].watch.losses), pipeline.process_group)
+        loss_sum, num_losses = of_stages[-1][1]
+        plasticity = [value for of_stage, _ in of_stages for value in of_stage]
+        return plasticity, loss_sum / num_losses if num_losses else math.nan
 
     def _freeze(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Make the layers as the rule says, those of other stages, too."""
@@ -262,8 +185,3 @@ class Freezing(DynamicCase):
                     parameter.grad = None
                     if optimizer is not None:
                         optimizer.state.pop(parameter, None)
-
-
-def _similarity(outputs_TD: Tensor) -> Tensor:
-    """Inner products of tokens [T, T], each row divided by its norm."""
-    return nn.functional.normalize(outputs_TD @ outputs_TD.t(), dim=1)

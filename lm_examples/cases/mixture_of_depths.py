@@ -16,19 +16,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lm_examples.cases.dynamic_case import AuxiliaryLossCase, ChosenTokens, PassingBlock, dense_products
+from lm_examples.cases.dynamic_case import AuxiliaryLossCase, CaseConfig, ChosenTokens, PassingBlock, dense_products
 from lm_examples.gpt import Block, ModelConfig
-from zeroresize.utils.value_checks import at_least, number, one_of
+from vit_examples.harness.checked_fields import Count, Positive
+from zeroresize.utils.value_checks import number
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixtureOfDepthsOptions:
+class MixtureOfDepthsConfig(CaseConfig):
     """Which tokens are computed where.
 
     Attributes:
@@ -38,16 +40,11 @@ class MixtureOfDepthsOptions:
         predictor_loss: weight of the predictor's loss.
     """
 
-    capacity: float = 0.125
-    every: int = 2
-    routing: str = "router"
-    predictor_loss: float = 0.01
-
-    def __post_init__(self) -> None:
-        number("mixture_of_depths.capacity", self.capacity, above=0, most=1)
-        at_least("mixture_of_depths.every", self.every, 1)
-        one_of("mixture_of_depths.routing", self.routing, ("router", "predictor"))
-        number("mixture_of_depths.predictor_loss", self.predictor_loss, above=0)
+    name: str = "mixture_of_depths"
+    capacity: Annotated[float, partial(number, above=0, most=1)] = 0.125
+    every: Count = 2
+    routing: Literal["router", "predictor"] = "router"
+    predictor_loss: Positive = 0.01
 
 
 class RoutedBlock(Block):
@@ -58,7 +55,7 @@ class RoutedBlock(Block):
         share_predicted: of its tokens, those of which the predictor told rightly whether the router chooses them.
     """
 
-    def __init__(self, model: ModelConfig, options: MixtureOfDepthsOptions) -> None:
+    def __init__(self, model: ModelConfig, options: MixtureOfDepthsConfig) -> None:
         super().__init__(model)
         self._model, self._options = model, options
         size = model.hidden_size
@@ -93,7 +90,7 @@ class RoutedBlock(Block):
 class MixtureOfDepths(AuxiliaryLossCase):
     """Some blocks compute some of the tokens."""
 
-    Options: ClassVar[type[Any]] = MixtureOfDepthsOptions
+    Config: ClassVar[type[CaseConfig]] = MixtureOfDepthsConfig
     changes_every_step = True
     shown: ClassVar[Mapping[str, str]] = {"routed_tokens": "share_chosen", "predicted_rightly": "share_predicted"}
 

@@ -19,19 +19,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lm_examples.cases.dynamic_case import AuxiliaryLossCase, dense_products, feed_forward_products
-from lm_examples.gpt import Block, FeedForward, ModelConfig
-from zeroresize.utils.value_checks import at_least, number
+from lm_examples.cases.dynamic_case import AuxiliaryLossCase, CaseConfig, dense_products, feed_forward_products
+from lm_examples.gpt import Block, ModelConfig
+from lm_examples.layers import FeedForward
+from vit_examples.harness.checked_fields import Count, NonNegative, Positive
+from zeroresize.utils.value_checks import at_least
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixtureOfExpertsOptions:
+class MixtureOfExpertsConfig(CaseConfig):
     """Experts and their routing.
 
     Attributes:
@@ -42,17 +44,15 @@ class MixtureOfExpertsOptions:
         balance_loss: weight of the auxiliary loss; 0 for none.
     """
 
-    num_experts: int = 8
-    top_k: int = 2
-    capacity_factor: float | None = None
-    balance_loss: float = 0.01
+    name: str = "mixture_of_experts"
+    num_experts: Count = 8
+    top_k: Count = 2
+    capacity_factor: Positive | None = None
+    balance_loss: NonNegative = 0.01
 
     def __post_init__(self) -> None:
-        at_least("mixture_of_experts.num_experts", self.num_experts, 1)
-        at_least("mixture_of_experts.top_k", self.top_k, 1, self.num_experts)
-        if self.capacity_factor is not None:
-            number("mixture_of_experts.capacity_factor", self.capacity_factor, above=0)
-        number("mixture_of_experts.balance_loss", self.balance_loss, least=0)
+        super().__post_init__()
+        at_least("case.top_k", self.top_k, 1, self.num_experts)
 
 
 class Experts(nn.Module):
@@ -64,10 +64,10 @@ class Experts(nn.Module):
         share_dropped: of the tokens' choices.
     """
 
-    def __init__(self, model: ModelConfig, options: MixtureOfExpertsOptions) -> None:
+    def __init__(self, model: ModelConfig, options: MixtureOfExpertsConfig) -> None:
         super().__init__()
         self._options = options
-        experts = [FeedForward(model) for _ in range(options.num_experts)]
+        experts = [FeedForward(model, nn.Linear) for _ in range(options.num_experts)]
         self.router = nn.Linear(model.hidden_size, options.num_experts, bias=False)
         self.up_EDM = nn.Parameter(torch.stack([one.up.weight.detach().t() for one in experts]))
         self.up_bias_EM = nn.Parameter(torch.stack([one.up.bias.detach() for one in experts]))
@@ -116,7 +116,7 @@ class ExpertsBlock(Block):
 
     imbalance, share_dropped = 1.0, 0.0
 
-    def __init__(self, model: ModelConfig, options: MixtureOfExpertsOptions) -> None:
+    def __init__(self, model: ModelConfig, options: MixtureOfExpertsConfig) -> None:
         super().__init__(model)
         self._model, self._options = model, options
         self.mlp = Experts(model, options)
@@ -137,7 +137,7 @@ class ExpertsBlock(Block):
 class MixtureOfExperts(AuxiliaryLossCase):
     """Blocks whose tokens are unevenly routed to experts."""
 
-    Options: ClassVar[type[Any]] = MixtureOfExpertsOptions
+    Config: ClassVar[type[CaseConfig]] = MixtureOfExpertsConfig
     changes_every_step = True
     shown: ClassVar[Mapping[str, str]] = {"expert_imbalance": "imbalance", "dropped_tokens": "share_dropped"}
 

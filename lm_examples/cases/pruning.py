@@ -8,23 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import Annotated, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from lm_examples.cases.dynamic_case import DynamicCase, dense_products
-from lm_examples.cases.sparse_linear import SparseLinear, require_prunable_state
+from lm_examples.cases.dynamic_case import CaseConfig, DynamicCase, dense_products
+from lm_examples.cases.sparse_linear import SparseLinear
 from lm_examples.gpt import Block, ModelConfig
-from zeroresize.comm.collectives import all_reduce, group_rank, group_size, message_device
+from lm_examples.sections import Share
+from vit_examples.harness.checked_fields import Count, Natural
+from vit_examples.harness.program import of_all_ranks
 from zeroresize.pipeline import Pipeline
-from zeroresize.resharding.agreement import agreed
 from zeroresize.utils.value_checks import at_least, number
 
 
 @dataclass(frozen=True, kw_only=True)
-class PruningOptions:
+class PruningConfig(CaseConfig):
     """When how much is pruned.
 
     Attributes:
@@ -36,24 +39,22 @@ class PruningOptions:
             at a share of 0.25, 0.85 at 0.2 and 0.5 at 0.1: a kept weight takes longer in a sparse product.
     """
 
-    initial_sparsity: float = 0.0
-    final_sparsity: float = 0.9
-    start: int = 3000
-    end: int = 7000
-    every: int = 1000
-    sparse_below: float = 0.25
+    name: str = "pruning"
+    initial_sparsity: Share = 0.0
+    final_sparsity: Share = 0.9
+    start: Natural = 3000
+    end: Count = 7000
+    every: Count = 1000
+    sparse_below: Annotated[float, partial(number, least=0, most=1)] = 0.25
 
     def __post_init__(self) -> None:
-        number("pruning.initial_sparsity", self.initial_sparsity, least=0, below=1)
-        number("pruning.final_sparsity", self.final_sparsity, least=self.initial_sparsity, below=1)
-        number("pruning.sparse_below", self.sparse_below, least=0, most=1)
-        at_least("pruning.start", self.start, 0)
-        at_least("pruning.every", self.every, 1)
-        at_least("pruning.end", self.end, self.start + 1)
+        super().__post_init__()
+        number("case.final_sparsity", self.final_sparsity, least=self.initial_sparsity, below=1)
+        at_least("case.end", self.end, self.start + 1)
         if (self.end - self.start) % self.every:
             raise ValueError(
-                f"pruning.every={self.every} is not allowed: the steps from pruning.start={self.start} to "
-                f"pruning.end={self.end} must be a multiple of it"
+                f"case.every={self.every} is not allowed: the steps from case.start={self.start} to "
+                f"case.end={self.end} must be a multiple of it"
             )
 
     def sparsity_at(self, step: int) -> float | None:
@@ -88,30 +89,20 @@ class PrunableBlock(Block):
 class Pruning(DynamicCase):
     """Blocks lose their smallest weights by and by."""
 
-    Options: ClassVar[type[Any]] = PruningOptions
+    Config: ClassVar[type[CaseConfig]] = PruningConfig
 
     def block(self, number: int) -> nn.Module:
         return PrunableBlock(self.model)
 
     def after_step(self, pipeline: Pipeline, optimizer: torch.optim.Optimizer, step: int, loss: float | None) -> bool:
-        """See the base.
-
-        Raises:
-            ValueError: for an optimizer whose state cannot be pruned; the other ranks raise a RuntimeError.
-        """
         sparsity = self.options.sparsity_at(step)
         if sparsity is None:
             return False
         linears = _linears_of(pipeline.layers[number] for number in pipeline.present)
 
-        def require() -> None:
-            for linear in linears:
-                require_prunable_state(linear.weight, optimizer.state.get(linear.weight, {}))
-
-        agreed(pipeline.meet(), require)
         num_kept = round((1.0 - sparsity) * _num_weights(_linears_of(pipeline.layers)))
         candidates = [linear.candidates() for linear in linears]
-        masks = global_top_k(candidates, num_kept, pipeline.process_group, pipeline.device)
+        masks = global_top_k(candidates, num_kept, pipeline.process_group)
         for linear, keep in zip(linears, masks, strict=True):
             linear.prune(keep, optimizer, self.options.sparse_below)
         return True
@@ -125,8 +116,8 @@ class Pruning(DynamicCase):
 
 def _as_sparse(linear: nn.Linear) -> SparseLinear:
     """With the same parameters."""
-    sparse = SparseLinear(0, 0)
-    sparse.in_features, sparse.out_features = linear.in_features, linear.out_features
+    with torch.device("meta"):
+        sparse = SparseLinear(linear.in_features, linear.out_features)
     sparse.weight, sparse.bias = linear.weight, linear.bias
     return sparse
 
@@ -140,7 +131,7 @@ def _num_weights(linears: Iterable[SparseLinear]) -> int:
     return sum(one.in_features * one.out_features for one in linears)
 
 
-def global_top_k(tensors: Sequence[Tensor], k: int, process_group: ProcessGroup, device: torch.device) -> list[Tensor]:
+def global_top_k(tensors: Sequence[Tensor], k: int, process_group: ProcessGroup) -> list[Tensor]:
     """Masks, True for the ``k`` numbers of largest magnitude of all ranks' tensors; collective.
 
     All magnitudes are brought together, as in the paper's Algorithm 1. Of equal ones the first are kept, in the order
@@ -149,18 +140,11 @@ def global_top_k(tensors: Sequence[Tensor], k: int, process_group: ProcessGroup,
     Args:
         tensors: [P] each, of this rank, of floating dtypes; there may be none.
         k: the same on all ranks.
-        device: where the tensors are.
     """
-    rank, num_ranks = group_rank(process_group), group_size(process_group)
-    sizes_R = torch.zeros(num_ranks, dtype=torch.int64, device=message_device(process_group, device))
-    sizes_R[rank] = sum(map(len, tensors))
-    all_reduce(sizes_R, process_group)
-    sizes = sizes_R.tolist()
-    magnitudes = torch.zeros(sum(sizes), dtype=torch.float64, device=sizes_R.device)
-    begin = sum(sizes[:rank])
-    if tensors:
-        magnitudes[begin : begin + sizes[rank]] = torch.cat([each.abs().double() for each in tensors])
-    all_reduce(magnitudes, process_group)
+    here = torch.cat([torch.zeros(0, dtype=torch.float64), *(each.abs().double() for each in tensors)])
+    of_ranks = of_all_ranks(here, process_group)
+    magnitudes = torch.cat(of_ranks)
     keep = torch.zeros_like(magnitudes, dtype=torch.bool)
     keep[magnitudes.sort(descending=True, stable=True).indices[:k]] = True
-    return list(keep[begin : begin + sizes[rank]].to(device).split([len(each) for each in tensors]))
+    of_rank = keep.split([len(each) for each in of_ranks])[dist.get_rank(process_group)]
+    return list(of_rank.split([len(each) for each in tensors]))

@@ -18,18 +18,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from lm_examples.cases.dynamic_case import DynamicCase, attention_products, dense_products
+from lm_examples.cases.dynamic_case import CaseConfig, DynamicCase, attention_products, dense_products
 from lm_examples.gpt import Attention, Block, ModelConfig
-from zeroresize.utils.value_checks import at_least, divides
+from vit_examples.harness.checked_fields import Count
+from zeroresize.utils.value_checks import divides
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseAttentionOptions:
+class SparseAttentionConfig(CaseConfig):
     """How keys are chosen.
 
     Attributes:
@@ -37,14 +38,14 @@ class SparseAttentionOptions:
         block_size: queries and keys of a tile; divides the context.
     """
 
-    num_buckets: int = 16
-    block_size: int = 32
+    name: str = "sparse_attention"
+    num_buckets: Count = 16
+    block_size: Count = 32
 
     def __post_init__(self) -> None:
-        at_least("sparse_attention.num_buckets", self.num_buckets, 1)
+        super().__post_init__()
         if self.num_buckets > 1 and self.num_buckets % 2:
-            raise ValueError(f"sparse_attention.num_buckets={self.num_buckets} is not allowed: an even number, or 1")
-        at_least("sparse_attention.block_size", self.block_size, 1)
+            raise ValueError(f"case.num_buckets={self.num_buckets} is not allowed: an even number, or 1")
 
 
 class HashAttention(Attention):
@@ -152,7 +153,7 @@ class SparseAttentionBlock(Block):
         share_computed: of the pairs of dense causal attention; above 1 where nearly all tiles are needed.
     """
 
-    def __init__(self, model: ModelConfig, options: SparseAttentionOptions) -> None:
+    def __init__(self, model: ModelConfig, options: SparseAttentionConfig) -> None:
         super().__init__(model)
         self._model, self._options = model, options
         self.attention = HashAttention(model, options.num_buckets, options.block_size)
@@ -173,13 +174,13 @@ class SparseAttentionBlock(Block):
 class SparseAttention(DynamicCase):
     """Blocks whose attention skips tiles."""
 
-    Options: ClassVar[type[Any]] = SparseAttentionOptions
+    Config: ClassVar[type[CaseConfig]] = SparseAttentionConfig
     changes_every_step = True
     shown: ClassVar[Mapping[str, str]] = {"attended_pairs": "share_computed"}
 
-    def __init__(self, model: ModelConfig, options: SparseAttentionOptions | None = None) -> None:
+    def __init__(self, model: ModelConfig, options: SparseAttentionConfig | None = None) -> None:
         super().__init__(model, options)
-        divides("model.context", model.context, "sparse_attention.block_size", self.options.block_size)
+        divides("model.context", model.context, "case.block_size", self.options.block_size)
 
     def block(self, number: int) -> nn.Module:
         return SparseAttentionBlock(self.model, self.options)

@@ -65,13 +65,10 @@ class SparseLinear(nn.Linear):
         """Keep those of :meth:`candidates` that are True, with their optimizer state; gradients are dropped.
 
         Args:
+            optimizer: whose state has an element for each weight, such as Adam's and momentum.
             sparse_below: the share of kept weights below which they are stored and computed alone.
-
-        Raises:
-            ValueError: for optimizer state with another shape than the weight's, before anything is changed.
         """
         state = optimizer.state.get(self.weight, {})
-        require_prunable_state(self.weight, state)
         of_weight = {key: one for key, one in state.items() if isinstance(one, Tensor) and one.dim()}
         if self.is_sparse:
             places_P = self._places()[keep_P]
@@ -114,21 +111,6 @@ class SparseLinear(nn.Linear):
         if weight is not None and weight.shape != self.weight.shape:
             replace_data(self.weight, self.weight.detach().new_empty(weight.shape), None)
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def require_prunable_state(weight: Tensor, state: Mapping[str, Any]) -> None:
-    """Check that optimizer state has an element for each weight, as Adam's and momentum have.
-
-    Raises:
-        ValueError: if not.
-    """
-    for key, item in state.items():
-        if isinstance(item, Tensor) and item.dim() and item.shape != weight.shape:
-            raise ValueError(
-                f"the optimizer keeps {key!r} of shape {tuple(item.shape)} for a weight of shape "
-                f"{tuple(weight.shape)}: "
-                "only state of the weight's own shape can be pruned with it, such as that of Adam, AdamW or SGD"
-            )
 
 
 class _SparseProduct(torch.autograd.Function):

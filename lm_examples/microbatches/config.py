@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated, ClassVar, Literal
 
-import torch
 from torch import nn
 
 from lm_examples.microbatches.models import ModelConfig, padded_layers
 from lm_examples.microbatches.tasks import TaskLengths
-from lm_examples.sections import BalanceConfig, DataConfig, OutputConfig, StragglerConfig, require_bytes
-from vit_examples.harness.sections import LONGEST_TIMEOUT_S, StepTrainingConfig, each_at_least
+from lm_examples.sections import BalanceConfig, CommonRunConfig, DataConfig, StragglerConfig, TokenTrainingConfig
+from vit_examples.harness.checked_fields import Count, NonNegative, Positive, Section, Timeout
 from zeroresize.microbatch.measuring import ProfiledShapes
-from zeroresize.plan.layout import TensorSpec
+from zeroresize.microbatch.padded import PaddedBatch, PairBatch
 from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.microbatches.plan import PlanningOptions
-from zeroresize.runtime.stage import RECOMPUTATIONS
-from zeroresize.strategy.placement.whole_layers import WholeLayers
-from zeroresize.utils.value_checks import at_least, number, one_of
+from zeroresize.policy.microbatches.plan import NUM_CLUSTERS, Method, PlanningOptions, SampleOrder, ScheduleName
+from zeroresize.utils.value_checks import at_least
 
-#: The names of a micro-batch's sizes, by the kind of model.
-SIZES = {"gpt": ("size", "length"), "t5": ("size", "source", "target")}
+_Length = Annotated[int, partial(at_least, least=2)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,36 +32,13 @@ class TasksConfig(DataConfig):
         scale: of all lengths, which are like those of FLANv2: a median of about 100 tokens, and some of thousands.
     """
 
-    max_length: int = 256
-    max_target: int = 64
-    scale: float = 0.25
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        each_at_least("data", self, ("max_length", "max_target"), 2)
-        number("data.scale", self.scale, above=0.0)
+    max_length: _Length = 256
+    max_target: _Length = 64
+    scale: Positive = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingConfig(StepTrainingConfig):
-    """The loop.
-
-    Attributes:
-        tokens: of a step's mini-batch, without padding.
-    """
-
-    steps: int = 50
-    tokens: int = 4096
-    log_every: int = 1
-    validation_batches: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("training.tokens", self.tokens, 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MicroBatchesConfig:
+class MicroBatchesConfig(Section):
     """How mini-batches become micro-batches.
 
     Attributes:
@@ -81,54 +55,27 @@ class MicroBatchesConfig:
         ahead: iterations that they may be ahead; None for as many as keep them busy.
     """
 
-    method: str = "dynamic"
-    size: int = 1
-    order: str = "sorted"
-    schedule: str = "adaptive"
-    clusters: int = 3
-    memory_limit: float | None = None
-    recompute: tuple[str, ...] = ("none", "layers")
+    section: ClassVar[str] = "microbatches"
+    method: Method = "dynamic"
+    size: Count = 1
+    order: SampleOrder = "sorted"
+    schedule: ScheduleName = "adaptive"
+    clusters: Annotated[int, partial(at_least, least=1, most=2 * NUM_CLUSTERS)] = NUM_CLUSTERS
+    memory_limit: Positive | None = None
+    recompute: tuple[Literal["none", "attention", "layers"], ...] = ("none", "layers")
     costs: str | None = None
-    most_rows: int = 64
-    workers: int = 1
-    ahead: int | None = None
+    most_rows: Count = 64
+    workers: Count = 1
+    ahead: Count | None = None
 
     def __post_init__(self) -> None:
-        each_at_least("microbatches", self, ("most_rows", "workers"), 1)
-        if self.ahead is not None:
-            at_least("microbatches.ahead", self.ahead, 1)
-        if isinstance(self.recompute, str) or not isinstance(self.recompute, Sequence) or not self.recompute:
-            raise ValueError(
-                f"microbatches.recompute={self.recompute!r}: a list of {list(RECOMPUTATIONS)} is needed, one at least"
-            )
-        object.__setattr__(self, "recompute", tuple(self.recompute))
-        for way in self.recompute:
-            one_of("microbatches.recompute", way, RECOMPUTATIONS)
-        self.options(1, (2,))
-
-    def options(self, num_replicas: int, row_lengths: tuple[int, ...]) -> PlanningOptions:
-        """For so many replicas, with rows of so many tokens where samples are packed.
-
-        Raises:
-            ValueError: naming the key of what is not allowed.
-        """
-        try:
-            return PlanningOptions(
-                num_replicas,
-                math.inf if self.memory_limit is None else self.memory_limit,
-                self.method,  # type: ignore[arg-type]
-                self.size,
-                row_lengths if self.method == "packing" else (),
-                self.order,  # type: ignore[arg-type]
-                self.schedule,  # type: ignore[arg-type]
-                self.clusters,
-            )
-        except ValueError as error:
-            raise ValueError(f"microbatches: {error}") from error
+        super().__post_init__()
+        if not self.recompute:
+            raise ValueError("microbatches.recompute=[] is not allowed: at least one is needed")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
+class ParallelConfig(Section):
     """How the model is spread over the ranks.
 
     Attributes:
@@ -139,14 +86,15 @@ class ParallelConfig:
         timeout_s: seconds after which a message that does not come fails.
     """
 
-    dp: int = 1
-    tp: int = 1
-    pp: int = 2
+    section: ClassVar[str] = "parallel"
+    dp: Count = 1
+    tp: Count = 1
+    pp: Count = 2
     boundaries: tuple[int, ...] | None = None
-    timeout_s: float = 600.0
+    timeout_s: Timeout = 600.0
 
     def __post_init__(self) -> None:
-        number("parallel.timeout_s", self.timeout_s, above=0.0, most=LONGEST_TIMEOUT_S)
+        super().__post_init__()
         try:
             self.strategy  # noqa: B018
         except ValueError as error:
@@ -155,11 +103,11 @@ class ParallelConfig:
     @property
     def strategy(self) -> Strategy:
         """Return the same as a strategy."""
-        return Strategy(self.dp, self.tp, self.pp, boundaries=tuple(self.boundaries or ()))
+        return Strategy(self.dp, self.tp, self.pp, boundaries=self.boundaries or ())
 
 
 @dataclass(frozen=True, kw_only=True)
-class SleepConfig:
+class SleepConfig(Section):
     """Sleeps in place of work, so that a machine with few cores shows what many devices do.
 
     Attributes:
@@ -167,45 +115,40 @@ class SleepConfig:
         square_s: for each pair of tokens of a row.
     """
 
-    token_s: float = 0.0
-    square_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        for key in ("token_s", "square_s"):
-            number(f"sleep.{key}", getattr(self, key), least=0.0)
+    section: ClassVar[str] = "sleep"
+    token_s: NonNegative = 0.0
+    square_s: NonNegative = 0.0
 
     @property
     def is_on(self) -> bool:
         """Whether blocks sleep."""
         return self.token_s > 0.0 or self.square_s > 0.0
 
+    def seconds_of(self, batch: PaddedBatch | PairBatch) -> float:
+        """How long a block sleeps for a micro-batch."""
+        rows, *lengths = batch.sizes.values()
+        tokens, squares = sum(lengths), sum(length * length for length in lengths)
+        return rows * (self.token_s * tokens + self.square_s * squares) / len(lengths)
+
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class RunConfig(CommonRunConfig):
     """One run."""
 
     feed: str = "microbatches"
     model: ModelConfig = field(default_factory=ModelConfig)
     data: TasksConfig = field(default_factory=TasksConfig)
-    training: TrainingConfig = field(default_factory=TrainingConfig)
+    training: TokenTrainingConfig = field(default_factory=TokenTrainingConfig)
     microbatches: MicroBatchesConfig = field(default_factory=MicroBatchesConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     sleep: SleepConfig = field(default_factory=SleepConfig)
     straggler: StragglerConfig = field(default_factory=StragglerConfig)
-    output: OutputConfig = field(default_factory=OutputConfig)
-
-    def __post_init__(self) -> None:
-        require_bytes(self.model.vocabulary)
 
     @property
     def lengths(self) -> TaskLengths:
         """Of the samples."""
-        data = self.data
-        is_joined = self.model.kind == "gpt"
-        return TaskLengths(
-            is_joined, self.training.tokens, data.max_length, data.max_target, data.scale, self.training.seed
-        )
+        return TaskLengths(self.longest, self.training.tokens, self.data.scale, self.training.seed)
 
     @property
     def longest(self) -> tuple[int, ...]:
@@ -215,38 +158,32 @@ class RunConfig:
     @property
     def sizes(self) -> tuple[str, ...]:
         """The names of a micro-batch's sizes."""
-        return SIZES[self.model.kind]
+        return ("size", "length") if self.model.kind == "gpt" else ("size", "source", "target")
 
     @property
     def options(self) -> PlanningOptions:
         """Of planning."""
-        return self.microbatches.options(self.parallel.dp, self.longest)
+        chosen = self.microbatches
+        return PlanningOptions(
+            self.parallel.dp,
+            math.inf if chosen.memory_limit is None else chosen.memory_limit,
+            chosen.method,
+            chosen.size,
+            self.longest if chosen.method == "packing" else (),
+            chosen.order,
+            chosen.schedule,
+            chosen.clusters,
+        )
 
     @property
     def shapes(self) -> ProfiledShapes:
         """For which costs are measured."""
-        return ProfiledShapes(
-            self.sizes, self.microbatches.most_rows, self.longest, shortest=16, most_tokens=float(self.training.tokens)
-        )
+        most_tokens = float(self.training.tokens)
+        return ProfiledShapes(self.sizes, self.microbatches.most_rows, self.longest, 16, most_tokens=most_tokens)
 
-    def layers(self) -> list[nn.Module]:
-        """The undivided model's, with weights drawn from torch's generator (none on the meta device)."""
-        return [layer.to(getattr(torch, self.training.dtype)) for layer in padded_layers(self.model)]
-
-    def tensors(self) -> list[TensorSpec]:
-        """Of the undivided model."""
-        with torch.device("meta"):
-            return [tensor.spec for tensor in WholeLayers(self.layers()).tensors]
-
-    @property
-    def timeout_s(self) -> float:
-        """Seconds after which a message that does not come fails."""
-        return self.parallel.timeout_s
-
-    @property
-    def num_layers(self) -> int:
-        """Of the undivided model."""
-        return self.model.num_blocks + 2 if self.model.kind == "gpt" else 2 * self.model.num_blocks + 3
+    def build(self) -> list[nn.Module]:
+        """All layers."""
+        return padded_layers(self.model)
 
     def validate_ranks(self, num_ranks: int) -> None:
         """Raises ValueError for a division that does not fit the model or so many ranks."""
@@ -257,7 +194,4 @@ class RunConfig:
                 "many, or change parallel"
             )
         self.straggler.validate_ranks(num_ranks)
-        try:
-            strategy.layout(self.tensors(), num_ranks, self.num_layers)
-        except ValueError as error:
-            raise ValueError(f"parallel: {error}") from error
+        self.require_layouts("parallel", [strategy], num_ranks)

@@ -1,7 +1,6 @@
-"""A GPT or T5 on samples of very different lengths, in micro-batches that are planned ahead.
+"""A GPT or T5 on samples of very different lengths, in micro-batches that ``RunPlanners`` plan ahead.
 
-What planning adds to an ordinary step are ``RunPlanners``, which plan in processes of their own, and
-``MicroBatchTrainer``; ``MicroBatchBalancer`` gives slow ranks less to do.
+They do so in processes of their own; ``MicroBatchBalancer`` gives slow ranks less to do.
 """
 
 from __future__ import annotations
@@ -11,13 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed import ProcessGroup
 
-from lm_examples.data import read_files, require_text
-from lm_examples.feed import Feed, StepMeans
+from lm_examples.data import Files
+from lm_examples.feed import Feed
+from lm_examples.layers import summed_loss
 from lm_examples.microbatches.config import RunConfig
-from lm_examples.microbatches.models import summed_loss
 from lm_examples.microbatches.tasks import TaskSamples, padding_efficiency
 from lm_examples.pace import Pace
 from vit_examples.harness.dry_run import Needs
@@ -41,22 +39,19 @@ class MicroBatchFeed(Feed):
 
     config: RunConfig
     model: SwitchableModel
-    files = ("changes",)
+    section, files = "parallel", ("changes",)
 
     def __init__(
-        self, config: RunConfig, data: TaskSamples, process_group: ProcessGroup, state: dict[str, Any] | None
+        self, config: RunConfig, batches: TaskSamples, process_group: ProcessGroup, state: dict[str, Any] | None
     ) -> None:
-        super().__init__(config, data, process_group, state)
-        training = config.training
-        torch.manual_seed(training.seed)
+        super().__init__(config, batches, process_group, state)
         layers = config.layers()
-        self._pace = Pace(seconds_of=self._seconds_of if config.sleep.is_on else None)
+        self._pace = Pace(seconds_of=config.sleep.seconds_of if config.sleep.is_on else None)
         if self._pace.sleeps_for_work or config.straggler.rank is not None:
             self._pace.hold_up(layer for layer in layers if hasattr(layer, "segments"))
         self.model = SwitchableModel(layers, strategies=[config.parallel.strategy], process_group=process_group)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=training.lr, weight_decay=training.weight_decay)
+        self.optimizer = self.adamw(self.model.parameters())
         self._kind: type[PaddedBatch] | type[PairBatch] = PaddedBatch if config.model.kind == "gpt" else PairBatch
-        self._means = StepMeans()
         self._start()
 
     def _start(self) -> None:
@@ -64,7 +59,7 @@ class MicroBatchFeed(Feed):
         config, training, ways = self.config, self.config.training, self.config.microbatches.recompute
         table = self._costs()
         table = replace(table, grids={way: table.grids[way] for way in ways})
-        boundaries = config.parallel.strategy.partition(config.num_layers).boundaries
+        boundaries = config.parallel.strategy.partition(config.model.num_layers).boundaries
         self._store = share_store(self._group)
         self._planners = RunPlanners(
             IterationPlanner(config.lengths, table, boundaries, config.options),
@@ -95,18 +90,15 @@ class MicroBatchFeed(Feed):
             )
 
     @staticmethod
-    def load_data(config: RunConfig) -> tuple[TaskSamples, str]:
-        held_out, training = read_files(config.data)
-        data, longest = config.data, config.data.max_length + config.data.max_target + 2
-        for what, files in (("training", training), ("validation", held_out)):
-            require_text(data, what, sum(map(len, files)), f"data.max_length={data.max_length} and target", longest)
-        samples = TaskSamples(training, held_out, config.lengths)
-        return samples, samples.digest
+    def batches_of(config: RunConfig, files: Files) -> TaskSamples:
+        data = config.data
+        longest = data.max_length + data.max_target + 2
+        files.require(data, longest, f"data.max_length={data.max_length} and target")
+        return TaskSamples(files, config.lengths)
 
     @staticmethod
     def needs_of(config: RunConfig, num_ranks: int) -> tuple[dict[str, list[Needs]], list[str]]:
         """Samples and, where costs are known, plans of some mini-batches; what ranks need is part of a plan."""
-        MicroBatchFeed.load_data(config)
         costs = None if config.microbatches.costs is None else CostTable.load(config.microbatches.costs)
         notes = []
         for iteration in range(_NUM_SHOWN):
@@ -115,7 +107,7 @@ class MicroBatchFeed(Feed):
             note = f"mini-batch {iteration}: {len(lengths)} samples, {lengths.sum():,} tokens, the longest "
             note += f"{lengths.max(axis=0).tolist()}, {1 - lengths.sum() / padded:.0%} padding if all were as long"
             if costs is not None:
-                by_way = costs.costs(config.parallel.strategy.partition(config.num_layers).boundaries)
+                by_way = costs.costs(config.parallel.strategy.partition(config.model.num_layers).boundaries)
                 ways = {way: by_way[way] for way in config.microbatches.recompute if way in by_way}
                 plan = plan_iteration(iteration, lengths, ways, config.options)
                 microbatches = [each for replica in plan.replicas for each in replica.microbatches]
@@ -131,35 +123,29 @@ class MicroBatchFeed(Feed):
         parallel, kind = self.config.parallel, self.config.model.kind
         return f"{kind}, {parallel.dp} × {parallel.tp} × {parallel.pp} ranks, {self.config.microbatches.method}"
 
-    def train_step(self) -> None:
+    def train_step(self) -> dict[str, float]:
         """One mini-batch, by its plan, and one step of the optimizer."""
         iteration = self.step - 1
-        lengths = self.data.lengths(iteration)
+        lengths = self.batches.lengths(iteration)
         self._pace.chi = self.config.straggler.chi_of(self.step, self.model.rank)
-        report = (self._decider or self._trainer).step(self.data.training(iteration), lengths)
-        numbers = {
+        report = (self._decider or self._trainer).step(self.batches.training(iteration), lengths)
+        return {
             "loss": report.loss,
             "step_s": report.seconds,
             "wait_s": report.wait_s,
-            "work_s": report.work_s,
             "expected_s": report.expected_s,
             "tokens": float(lengths.sum()),
             "computed_tokens": float(report.computed_tokens),
             "micro_batches": float(sum(report.num_microbatches)),
-            "recomputed": float(report.recomputation != "none"),
         }
-        self._means.add(numbers, is_last=self.step == self.config.training.steps)
 
-    def numbers(self) -> dict[str, Any]:
-        return _with_ratios(self._means.since())
+    def shown(self, means: dict[str, float]) -> dict[str, Any]:
+        padding = 1.0 - means["tokens"] / means["computed_tokens"]
+        return {**means, "padding": padding, "tokens_per_s": means["tokens"] / means["step_s"]}
 
-    def validate(self) -> float:
-        tokens = self.config.training.tokens
-        losses = [
-            self._trainer.evaluate(self.data.held_out(number), self.data.lengths.held_out(number), tokens)
-            for number in range(self.config.training.validation_batches)
-        ]
-        return statistics.fmean(losses)
+    def held_out_loss(self, number: int) -> float:
+        lengths = self.batches.lengths.held_out(number)
+        return self._trainer.evaluate(self.batches.held_out(number), lengths, self.config.training.tokens)
 
     def state(self) -> dict[str, Any]:
         return {**super().state(), "decider": None if self._decider is None else self._decider.state_dict()}
@@ -171,7 +157,7 @@ class MicroBatchFeed(Feed):
     def summary(self) -> dict[str, Any]:
         planned_s = list(self._planners.seconds().values())
         planning_s = statistics.fmean(planned_s) if planned_s else float("nan")
-        return {**_with_ratios(self._means.settled()), "planning_s": planning_s}
+        return {**super().summary(), "planning_s": planning_s}
 
     def leave(self) -> None:
         if self._decider is not None:
@@ -194,24 +180,12 @@ class MicroBatchFeed(Feed):
         agreed(lambda: table.save(folder / "costs.json"), self._group, first_only=True)
         return table
 
-    def _seconds_of(self, batch: PaddedBatch | PairBatch) -> float:
-        """How long a block sleeps for a micro-batch."""
-        sleep = self.config.sleep
-        rows, *lengths = batch.sizes.values()
-        tokens, squares = sum(lengths), sum(length * length for length in lengths)
-        return rows * (sleep.token_s * tokens + sleep.square_s * squares) / len(lengths)
-
     def _tell(self, change: ChangeRecord) -> None:
         """What became of samples and layers, as ranks were slow."""
         if self.record is not None:
             self.record.write("changes", change.to_dict())
             expected_ms = f"{1e3 * change.step_s:.0f} -> {1e3 * change.expected_step_s:.0f} ms expected"
             self.record.tell(f"step {change.step}: {change.what}, {expected_ms}, in {change.change_s:.2f} s")
-
-
-def _with_ratios(means: dict[str, float]) -> dict[str, Any]:
-    padding = 1.0 - means["tokens"] / means["computed_tokens"]
-    return {**means, "padding": padding, "tokens_per_s": means["tokens"] / means["step_s"]}
 
 
 def _costs_from(path: str, config: RunConfig, model: SwitchableModel) -> CostTable:

@@ -10,7 +10,6 @@ planners need no text. ``N`` samples, ``A`` lengths of each.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +18,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lm_examples.data import Files
 from lm_examples.task_lengths import mini_batch_of_pairs
 from zeroresize.policy.microbatches.plan import MicroBatch, shapes_of
-from zeroresize.utils.value_checks import at_least, number
 
 #: Says of a source what its target is: its beginning, that reversed, or what follows.
 _INSTRUCTIONS = (1, 2, 3)
@@ -32,66 +31,48 @@ class TaskLengths:
     """Tells the lengths of an iteration's samples; planners are given it.
 
     Attributes:
-        is_joined: whether a sample is one sequence, of a decoder-only model.
+        longest: [A] tokens of a source and a target, or of a sequence where they are joined; what is longer is cut.
         tokens: of a mini-batch, without padding.
-        max_length: of a source, or of a sequence where they are joined; what is longer is cut.
-        max_target: of a target.
         scale: of all lengths.
         seed: of what is drawn.
     """
 
-    is_joined: bool
+    longest: tuple[int, ...]
     tokens: int
-    max_length: int
-    max_target: int
     scale: float = 1.0
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        for key in ("tokens", "max_length", "max_target"):
-            at_least(key, getattr(self, key), 2)
-        number("scale", self.scale, above=0.0)
-
     def __call__(self, iteration: int) -> NDArray[np.int64]:
         """Return [N, A] tokens of the samples of an iteration."""
-        return self._drawn(0, self.seed, iteration)
+        return self._drawn(np.random.default_rng([0, self.seed, iteration]))
 
     def held_out(self, batch: int) -> NDArray[np.int64]:
         """Return [N, A] tokens of held-out samples, the same whatever the seed."""
-        return self._drawn(1, 0, batch)
+        return self._drawn(np.random.default_rng([1, 0, batch]))
 
-    def _drawn(self, kind: int, seed: int, iteration: int) -> NDArray[np.int64]:
-        random = np.random.default_rng([kind, seed, iteration])
-        limits = [max(round(limit / self.scale), 1) for limit in (self.max_length, self.max_target)]
-        pairs = mini_batch_of_pairs(
-            max(round(self.tokens / self.scale), 1), limits[0], random, joined=self.is_joined, max_target=limits[1]
-        )
+    def _drawn(self, random: np.random.Generator) -> NDArray[np.int64]:
+        most, target = (max(round(self.longest[place] / self.scale), 1) for place in (0, -1))
+        num_tokens = max(round(self.tokens / self.scale), 1)
+        pairs = mini_batch_of_pairs(num_tokens, most, random, joined=len(self.longest) == 1, max_target=target)
         scaled = np.maximum(np.rint(pairs * self.scale), 1).astype(np.int64)
-        most = [self.max_length] if self.is_joined else [self.max_length, self.max_target]
-        return np.minimum(scaled, most)
+        return np.minimum(scaled, self.longest)
 
 
 class TaskSamples:
     """Makes the samples of an iteration, as long as they were drawn to be.
 
     Args:
-        training, held_out: files of at least as many bytes as the longest sample.
+        files: of which either kind has at least as many bytes as the longest sample.
         lengths: of the samples.
     """
 
-    def __init__(self, training: Sequence[bytes], held_out: Sequence[bytes], lengths: TaskLengths) -> None:
+    def __init__(self, files: Files, lengths: TaskLengths) -> None:
         self.lengths = lengths
-        self._texts = [np.frombuffer(b"\n".join(files), dtype=np.uint8) for files in (training, held_out)]
-        self._seed = lengths.seed
-
-    @property
-    def digest(self) -> str:
-        """Return what differs where the text does."""
-        return hashlib.blake2b(b"".join(text.tobytes() for text in self._texts), digest_size=16).hexdigest()
+        self._texts = [np.frombuffer(b"\n".join(part), dtype=np.uint8) for part in (files.training, files.held_out)]
 
     def training(self, iteration: int) -> list[Any]:
         """Return [N] samples: rows [length + 1] of a decoder-only model, or (source, target)."""
-        return self._made(0, self._seed, iteration, self.lengths(iteration))
+        return self._made(0, self.lengths.seed, iteration, self.lengths(iteration))
 
     def held_out(self, batch: int) -> list[Any]:
         """As :meth:`training`, of held-out text."""
@@ -102,7 +83,7 @@ class TaskSamples:
         samples: list[Any] = []
         for lengths in lengths_NA.tolist():
             begin = int(random.integers(len(text) - sum(lengths) - 2))
-            if self.lengths.is_joined:
+            if len(lengths) == 1:
                 samples.append(torch.from_numpy(text[begin : begin + lengths[0] + 1].astype(np.int64)))
                 continue
             source_length, target_length = lengths

@@ -3,55 +3,41 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Annotated, ClassVar, Literal
 
 import torch
+from torch import nn
 
 from lm_examples.documents import DocumentsConfig
 from lm_examples.llama import LlamaConfig, llama_layers
-from lm_examples.sections import OutputConfig, require_bytes
-from vit_examples.harness.sections import LONGEST_TIMEOUT_S, StepTrainingConfig, each_at_least
-from zeroresize.plan.layout import TensorSpec
+from lm_examples.sections import CommonRunConfig, TokenTrainingConfig
+from vit_examples.harness.checked_fields import Count, Positive, Read, Section, Timeout
 from zeroresize.plan.strategy import LengthRange, Strategy, as_ranges
-from zeroresize.strategy.placement.whole_layers import WholeLayers
-from zeroresize.utils.value_checks import at_least, is_bool, number, one_of
+
+_Strategy = Annotated[Strategy, Read(Strategy.of)]
+_Ranges = Annotated[tuple[LengthRange, ...], Read(as_ranges)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingConfig(StepTrainingConfig):
+class TrainingConfig(TokenTrainingConfig):
     """The loop.
 
     Attributes:
-        tokens: of a step's mini-batch; each of them counts alike in the loss.
         max_tokens: of a micro-batch, into which whole sequences are packed.
         compute_dtype: mixed precision: in which layers compute and weights travel, ``bfloat16``; those of ``dtype`` are
             what the optimizer steps. None: everything is of ``dtype``.
         gradient_dtype: in which gradients travel between strategies, ``bfloat16``; None for ``dtype``.
     """
 
-    steps: int = 50
-    tokens: int = 16384
-    max_tokens: int = 2048
-    log_every: int = 1
-    validation_batches: int = 1
-    compute_dtype: str | None = None
-    gradient_dtype: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        each_at_least("training", self, ("tokens", "max_tokens"), 1)
-        for key in ("compute_dtype", "gradient_dtype"):
-            if getattr(self, key) is not None:
-                one_of(f"training.{key}", getattr(self, key), ("bfloat16",))
-
-    @property
-    def computing_dtype(self) -> torch.dtype:
-        """In which layers compute."""
-        return getattr(torch, self.compute_dtype or self.dtype)
+    tokens: Count = 16384
+    max_tokens: Count = 2048
+    compute_dtype: Literal["bfloat16"] | None = None  # type: ignore[misc]
+    gradient_dtype: Literal["bfloat16"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class StrategiesConfig:
+class StrategiesConfig(Section):
     """Which strategy trains which lengths: exactly one of ``ranges``, ``static`` and ``search``.
 
     A strategy is ``[dp, tp, pp]``, or a mapping with ``ranks``, ``shares`` and ``boundaries`` besides.
@@ -67,19 +53,18 @@ class StrategiesConfig:
         timeout_s: seconds after which a message that does not come fails.
     """
 
-    ranges: tuple[LengthRange, ...] | None = None
-    static: Strategy | None = None
+    section: ClassVar[str] = "strategies"
+    ranges: _Ranges | None = None
+    static: _Strategy | None = None
     search: bool = False
-    max_ranges: int = 4
-    optimizer_strategy: Strategy | None = None
+    max_ranges: Count = 4
+    optimizer_strategy: _Strategy | None = None
     overlap: bool = False
-    memory_limit: float | None = None
-    timeout_s: float = 600.0
+    memory_limit: Positive | None = None
+    timeout_s: Timeout = 600.0
 
     def __post_init__(self) -> None:
-        for key in ("search", "overlap"):
-            is_bool(f"strategies.{key}", getattr(self, key))
-        at_least("strategies.max_ranges", self.max_ranges, 1)
+        super().__post_init__()
         chosen = [key for key in ("ranges", "static", "search") if getattr(self, key)]
         if len(chosen) != 1:
             given = " and ".join(chosen) or "none of them"
@@ -91,54 +76,27 @@ class StrategiesConfig:
             raise ValueError(
                 "strategies.optimizer_strategy does not go with search: true, which finds it: leave it out"
             )
-        self._read("ranges", as_ranges)
-        self._read("static", Strategy.of)
-        self._read("optimizer_strategy", Strategy.of)
-        if self.memory_limit is not None:
-            number("strategies.memory_limit", self.memory_limit, above=0.0)
-        number("strategies.timeout_s", self.timeout_s, above=0.0, most=LONGEST_TIMEOUT_S)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, strategies as mappings."""
-        return {
-            **vars(self),
-            "ranges": None if self.ranges is None else [one.as_dict() for one in self.ranges],
-            "static": self.static and self.static.as_dict(),
-            "optimizer_strategy": self.optimizer_strategy and self.optimizer_strategy.as_dict(),
-        }
-
-    def _read(self, key: str, read: Any) -> None:
-        value = getattr(self, key)
-        if value is None:
-            return
-        if key == "ranges" and not isinstance(value, list | tuple):
-            raise ValueError(f"strategies.ranges={value!r}: a list of ranges is needed")
-        try:
-            object.__setattr__(self, key, read(value))
-        except ValueError as error:
-            raise ValueError(f"strategies.{key}: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class RunConfig(CommonRunConfig):
     """One run."""
 
     feed: str = "strategies"
     model: LlamaConfig = field(default_factory=LlamaConfig)
     data: DocumentsConfig = field(default_factory=DocumentsConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
-    strategies: StrategiesConfig = field(default_factory=lambda: StrategiesConfig(static=Strategy()))
-    output: OutputConfig = field(default_factory=OutputConfig)
+    strategies: StrategiesConfig = field(default_factory=partial(StrategiesConfig, static=Strategy()))
 
     def __post_init__(self) -> None:
-        require_bytes(self.model.vocabulary)
+        super().__post_init__()
         longest, ranges = self.data.max_length, self.strategies.ranges
         if ranges and ranges[-1].up_to < longest:
             raise ValueError(
                 f"strategies.ranges end at up_to={ranges[-1].up_to}: sequences have up to data.max_length={longest} "
                 "tokens"
             )
-        longest = max((one.up_to for one in ranges or () if one.max_tokens is None), default=0) if ranges else longest
+        longest = max((each.up_to for each in ranges if each.max_tokens is None), default=0) if ranges else longest
         if self.training.max_tokens < longest:
             raise ValueError(
                 f"training.max_tokens={self.training.max_tokens} is not allowed: a micro-batch must have room for a "
@@ -147,11 +105,7 @@ class RunConfig:
 
     @property
     def ranges(self) -> tuple[LengthRange, ...]:
-        """Those that are given; a static strategy is one range.
-
-        Raises:
-            ValueError: where they are to be searched.
-        """
+        """Those that are given; a static strategy is one range. ValueError where they are to be searched."""
         strategies = self.strategies
         if strategies.search:
             raise ValueError("strategies.search=true: ranges are found on the ranks that train")
@@ -164,35 +118,40 @@ class RunConfig:
 
     def max_tokens_of(self, strategy: Strategy) -> int:
         """Of a micro-batch under a strategy, at most."""
-        ranges = self.strategies.ranges or ()
-        return max((one.max_tokens or 0 for one in ranges if one.strategy == strategy), default=0) or (
-            self.training.max_tokens
-        )
+        given = [each.max_tokens or 0 for each in self.strategies.ranges or () if each.strategy == strategy]
+        return max(given, default=0) or self.training.max_tokens
 
-    def tensors(self) -> list[TensorSpec]:
-        """Of the whole model."""
-        with torch.device("meta"):
-            layers = [one.to(getattr(torch, self.training.dtype)) for one in llama_layers(self.model)]
-        return [one.spec for one in WholeLayers(layers).tensors]
+    def token_bytes(self, number: int, share: float = 1.0) -> float:
+        """Estimate of what forward of layer ``number`` keeps of one token for backward.
 
-    @property
-    def timeout_s(self) -> float:
-        """Seconds after which a message that does not come fails."""
-        return self.strategies.timeout_s
+        Of a block the inputs, normalised inputs and outputs of both norms (6 D), and the rotary waves (head size). Of
+        the rank's ``share`` of the heads and neurons: turned queries and keys (2 D), the product that values are part
+        of (3 D; with fewer KV heads copies of the values, and of the keys, D (1 + KV heads / heads)), the attention's
+        output and its copy (2 D); gate and up, SiLU's output and theirs together (4 M). Of the head its norm's (3 D)
+        and the logits (V), which belong to the loss; of the embedding the number of the token.
+        """
+        model, dtype = self.model, self.training.computing_dtype
+        if number == 0:
+            return torch.int64.itemsize
+        if number == model.num_layers - 1:
+            wide = torch.promote_types(dtype, torch.float32)
+            return 3 * model.hidden_size * dtype.itemsize + model.vocabulary * wide.itemsize
+        are_all = model.num_kv_groups == model.num_heads
+        copied = 3.0 if are_all else 1.0 + model.num_kv_groups / model.num_heads
+        divided = (4.0 + copied) * model.hidden_size + 4 * model.feed_forward_size
+        return (6 * model.hidden_size + model.features + share * divided) * dtype.itemsize
 
-    @property
-    def num_layers(self) -> int:
-        """Blocks, embedding and head."""
-        return self.model.num_blocks + 2
+    def held_tokens(self, strategy: Strategy, stage: int) -> int:
+        """Tokens whose activations a rank keeps at once, at most."""
+        return self.max_tokens_of(strategy) * (strategy.pp - stage)
+
+    def build(self) -> list[nn.Module]:
+        """All layers."""
+        return llama_layers(self.model)
 
     def validate_ranks(self, num_ranks: int) -> None:
         """Raises ValueError for strategies that do not fit the model or so many ranks."""
         strategies = self.strategies
         others = filter(None, (strategies.static, strategies.optimizer_strategy))
-        given = [*(one.strategy for one in strategies.ranges or ()), *others]
-        tensors = self.tensors()
-        for strategy in dict.fromkeys(given):
-            try:
-                strategy.layout(tensors, num_ranks, self.num_layers)
-            except ValueError as error:
-                raise ValueError(f"strategies: {error}") from error
+        given = [*(each.strategy for each in strategies.ranges or ()), *others]
+        self.require_layouts("strategies", given, num_ranks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
 import numpy as np
@@ -11,15 +10,17 @@ import torch.distributed as dist
 from rich.table import Table
 from torch.distributed import ProcessGroup
 
-from lm_examples.documents import Documents, MiniBatches, load_documents
-from lm_examples.feed import Feed, StepMeans
-from lm_examples.llama import llama_layers, token_loss
+from lm_examples.data import Files
+from lm_examples.documents import MiniBatches, sources_of
+from lm_examples.feed import Feed
+from lm_examples.llama import token_loss
+from lm_examples.needs import rank_needs
 from lm_examples.switching.config import RunConfig
-from lm_examples.switching.needs import needs_of, require_memory
-from lm_examples.switching.search import Choice, chosen
+from lm_examples.switching.search import Choice, candidates_of, chosen
 from vit_examples.harness.dry_run import Needs
+from zeroresize.plan.strategy import Strategy
 from zeroresize.strategy.model import SwitchableModel
-from zeroresize.strategy.trainer import StepReport, StrategyTrainer
+from zeroresize.strategy.trainer import StrategyTrainer
 
 
 class StrategyFeed(Feed):
@@ -27,20 +28,19 @@ class StrategyFeed(Feed):
 
     config: RunConfig
     model: SwitchableModel
+    section = "strategies"
 
     def __init__(
-        self, config: RunConfig, data: Documents, process_group: ProcessGroup, state: dict[str, Any] | None
+        self, config: RunConfig, batches: MiniBatches, process_group: ProcessGroup, state: dict[str, Any] | None
     ) -> None:
-        super().__init__(config, data, process_group, state)
+        super().__init__(config, batches, process_group, state)
         training = config.training
-        if not config.strategies.search and config.strategies.memory_limit is not None:
-            require_memory(config, needs_of(config, dist.get_world_size(process_group)))
-        torch.manual_seed(training.seed)
-        layers = [layer.to(getattr(torch, training.dtype)) for layer in llama_layers(config.model)]
-        self._batches = MiniBatches(data, tokens=training.tokens, seed=training.seed)
+        if config.strategies.memory_limit is not None and not config.strategies.search:
+            needs_of(config, dist.get_world_size(process_group))
+        layers = config.layers()
         shows = config.output.progress and dist.get_rank(process_group) == 0
         self._choice: Choice = chosen(
-            config, layers, self._batches, process_group, lambda line: print(line, flush=True) if shows else None
+            config, layers, batches, process_group, lambda line: print(line, flush=True) if shows else None
         )
         self.model = SwitchableModel(
             layers,
@@ -50,9 +50,7 @@ class StrategyFeed(Feed):
             compute_dtype=None if training.compute_dtype is None else training.computing_dtype,
             gradient_dtype=None if training.gradient_dtype is None else getattr(torch, training.gradient_dtype),
         )
-        # As a group, which may be empty: a rank the optimizer's strategy leaves out has no parameters.
-        groups = [{"params": list(self.model.parameters())}]
-        self.optimizer = torch.optim.AdamW(groups, lr=training.lr, weight_decay=training.weight_decay)
+        self.optimizer = self.adamw(self.model.parameters())
         self._trainer = StrategyTrainer(
             self.model,
             self.optimizer,
@@ -64,20 +62,14 @@ class StrategyFeed(Feed):
             seed=training.seed,
         )
         self._trainer.num_steps = self.step
-        self._means = StepMeans()
 
     @staticmethod
-    def load_data(config: RunConfig) -> tuple[Documents, str]:
-        documents = load_documents(config.data)
-        return documents, documents.digest
+    def batches_of(config: RunConfig, files: Files) -> MiniBatches:
+        return MiniBatches(sources_of(config.data, files), tokens=config.training.tokens, seed=config.training.seed)
 
     @staticmethod
     def needs_of(config: RunConfig, num_ranks: int) -> tuple[dict[str, list[Needs]], list[str]]:
-        load_documents(config.data)
-        needs = needs_of(config, num_ranks)
-        if not config.strategies.search:
-            require_memory(config, needs)
-        return {str(strategy): of_ranks for strategy, of_ranks in needs.items()}, []
+        return {str(strategy): of_ranks for strategy, of_ranks in needs_of(config, num_ranks).items()}, []
 
     @property
     def title(self) -> str:
@@ -87,7 +79,7 @@ class StrategyFeed(Feed):
     def begin(self) -> None:
         """Show how many sequences and tokens each range has, of a sample, and what a search expects of it."""
         assert self.record is not None
-        lengths, result = np.concatenate(self._batches.sample()), self._choice.result
+        lengths, result = np.concatenate(self.batches.sample()), self._choice.result
         if result is not None:
             one_s = result.static.step_s
             self.record.tell(
@@ -102,39 +94,50 @@ class StrategyFeed(Feed):
             table.add_row(span, str(length_range.strategy), *(f"{100 * share:.1f} %" for share in shares))
         self.record.tell(table)
 
-    def train_step(self) -> None:
+    def train_step(self) -> dict[str, float]:
         """One mini-batch, under as many strategies as its lengths ask for, and one step of the optimizer."""
-        numbers = _numbers_of(self._trainer.step(self._batches.training(self.step)))
-        self._means.add(numbers, is_last=self.step == self.config.training.steps)
+        report = self._trainer.step(self.batches.training(self.step))
+        numbers = {
+            "loss": report.loss,
+            "step_s": report.seconds,
+            "switch_s": sum(switch.seconds for switch in report.switches),
+            "tokens": float(report.num_tokens),
+        }
+        for visit in report.by_range:
+            numbers[f"{visit.strategy}: sequences"] = float(visit.num_sequences)
+            numbers[f"{visit.strategy}: tokens"] = float(visit.num_tokens)
+            numbers[f"{visit.strategy}: seconds"] = visit.seconds
+        return numbers
 
-    def numbers(self) -> dict[str, Any]:
-        return _grouped(self._means.since())
+    def shown(self, means: dict[str, float]) -> dict[str, Any]:
+        """With what each strategy trained under ``ranges``."""
+        of_step = {name: value for name, value in means.items() if ": " not in name}
+        of_ranges = {name: value for name, value in means.items() if ": " in name}
+        return {**of_step, "tokens_per_s": means["tokens"] / means["step_s"], "ranges": of_ranges}
 
-    def validate(self) -> float:
-        numbers = range(self.config.training.validation_batches)
-        return statistics.fmean(self._trainer.evaluate(self._batches.validation(number)) for number in numbers)
+    def held_out_loss(self, number: int) -> float:
+        return self._trainer.evaluate(self.batches.validation(number))
 
     def summary(self) -> dict[str, Any]:
-        return {**_grouped(self._means.settled()), "optimizer_strategy": str(self._choice.optimizer_strategy)}
+        return {**super().summary(), "optimizer_strategy": str(self._choice.optimizer_strategy)}
 
 
-def _grouped(means: dict[str, float]) -> dict[str, Any]:
-    """With what each strategy trained under ``ranges``."""
-    of_step = {name: value for name, value in means.items() if ": " not in name}
-    of_ranges = {name: value for name, value in means.items() if ": " in name}
-    return {**of_step, "tokens_per_s": means["tokens"] / means["step_s"], "ranges": of_ranges}
+def needs_of(config: RunConfig, num_ranks: int) -> dict[Strategy, list[Needs]]:
+    """[R] of each rank, by strategy; of all that a search could find, each as the optimizer's.
 
-
-def _numbers_of(report: StepReport) -> dict[str, float]:
-    """Of a step: seconds of each strategy, and of switches with the sum of the gradients over replicas."""
-    numbers = {
-        "loss": report.loss,
-        "step_s": report.seconds,
-        "switch_s": sum(one.seconds for one in report.switches),
-        "tokens": float(report.num_tokens),
-    }
-    for visit in report.by_range:
-        numbers[f"{visit.strategy}: sequences"] = float(visit.num_sequences)
-        numbers[f"{visit.strategy}: tokens"] = float(visit.num_tokens)
-        numbers[f"{visit.strategy}: seconds"] = visit.seconds
-    return numbers
+    Raises:
+        ValueError: naming rank and strategy, where more than ``strategies.memory_limit`` is needed; a search minds it.
+    """
+    if config.strategies.search:
+        return {each: rank_needs(config, each, each, num_ranks) for each in candidates_of(config, num_ranks)}
+    used = dict.fromkeys([config.optimizer_strategy, *(each.strategy for each in config.ranges)])
+    needs = {strategy: rank_needs(config, strategy, config.optimizer_strategy, num_ranks) for strategy in used}
+    limit = config.strategies.memory_limit
+    for strategy, of_ranks in needs.items():
+        total, rank = max((each.total, -rank) for rank, each in enumerate(of_ranks))
+        if limit is not None and total > limit:
+            raise ValueError(
+                f"strategies.memory_limit={limit:g}: rank {-rank} needs {total / 1e6:,.1f} MB under {strategy}: "
+                "choose more tp or pp, another strategy of the optimizer, or smaller training.max_tokens"
+            )
+    return needs

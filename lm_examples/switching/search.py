@@ -104,7 +104,7 @@ def chosen(
 def candidates_of(config: RunConfig, num_ranks: int) -> list[Strategy]:
     """What a search chooses from: all degrees that divide the ranks, heads and neurons."""
     model = config.model
-    return candidate_strategies(num_ranks, config.num_layers, [model.num_kv_groups, model.feed_forward_size])
+    return candidate_strategies(num_ranks, config.model.num_layers, [model.num_kv_groups, model.feed_forward_size])
 
 
 def _batch_of(lengths: Sequence[int]) -> Packed:

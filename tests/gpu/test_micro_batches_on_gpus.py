@@ -6,7 +6,7 @@ from helpers.devices import device_here
 from helpers.micro_batches import MAKE, SIZES, Undivided, layers_of, samples_of
 from helpers.sample_lengths import Lengths
 
-from lm_examples.microbatches.models import summed_loss
+from lm_examples.layers import summed_loss
 from zeroresize.microbatch.balancer import MicroBatchBalancer
 from zeroresize.microbatch.measuring import ProfiledShapes, measure_model
 from zeroresize.microbatch.planners import IterationPlanner, RunPlanners

@@ -10,9 +10,9 @@ import torch
 from helpers.sleeping_layers import clock_of
 from lm_examples import pace, train
 from lm_examples.config import READER
-from lm_examples.data import Text, batches_of
+from lm_examples.data import Files
 from lm_examples.gpt import ModelConfig
-from lm_examples.pipeline_stages import build_layers
+from lm_examples.pipeline_feed import PipelineFeed
 from zeroresize.pipeline import Pipeline, measuring, move_layers, moving_layers
 from zeroresize.utils.files import read_json_lines
 
@@ -143,8 +143,8 @@ NUM_STEPS = 14
 
 def text_of(seed=0):
     random = torch.Generator().manual_seed(seed)
-    letters = torch.randint(97, 101, (3000,), generator=random, dtype=torch.uint8)
-    return Text(letters[:2500], letters[2500:])
+    letters = bytes(torch.randint(97, 101, (3000,), generator=random).tolist())
+    return Files([letters[:2500]], [letters[2500:]])
 
 
 def config_of(folder, **sections):
@@ -180,12 +180,11 @@ def keep_time():
         module.time = clock_of(lambda: now[0], sleep=sleep)
 
 
-def trained(config, group, *, resume=False, data=None):
+def trained(config, group, *, resume=False, files=None):
     """The summary of a run on this rank."""
     keep_time()
     with ExitStack() as held:
-        text = text_of()
-        feed = train.prepare(config, group, held, resume=resume, data=data or (text, text.digest))
+        feed = train.prepare(config, group, held, resume=resume, files=files or text_of())
         try:
             return train.train(feed)
         finally:
@@ -199,19 +198,27 @@ def losses_of(folder):
 
 def undivided(config):
     """Losses of each step, by step, and the validation loss, of training as anybody would write it."""
-    case, batches, training = config.make_case(), batches_of(config, text_of()), config.training
-    model = torch.nn.Sequential(*build_layers(config, case))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=training.lr, weight_decay=training.weight_decay)
+    case, batches = config.make_case(), PipelineFeed.batches_of(config, text_of())
+    model = torch.nn.Sequential(*config.layers(case=case))
+
+    def loss_of(inputs, target):
+        return case.loss(model(inputs), target)
+
+    held_out = [batches.validation(number) for number in range(config.training.validation_batches)]
+    return by_hand(config, model, loss_of, batches.training, held_out)
+
+
+def by_hand(config, layers, loss_of, batch_of, held_out):
+    """As :func:`undivided`, of any layers and ``loss_of(*batch)``."""
+    training = config.training
+    optimizer = torch.optim.AdamW(layers.parameters(), lr=training.lr, weight_decay=training.weight_decay)
     losses = {}
     for step in range(1, training.steps + 1):
-        inputs, target = batches.training(step)
         optimizer.zero_grad()
-        loss = case.loss(model(inputs), target)
+        loss = loss_of(*batch_of(step))
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), training.grad_clip)
+        torch.nn.utils.clip_grad_norm_(layers.parameters(), training.grad_clip)
         optimizer.step()
         losses[step] = loss.item()
     with torch.no_grad():
-        held_out = [batches.validation(number) for number in range(training.validation_batches)]
-        validation = [case.loss(model(inputs), target).item() for inputs, target in held_out]
-    return losses, sum(validation) / len(validation)
+        return losses, sum(loss_of(*batch).item() for batch in held_out) / len(held_out)

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from helpers.sample_lengths import Lengths
-from lm_examples.microbatches.models import ModelConfig, padded_layers, summed_loss
+from lm_examples.layers import summed_loss
+from lm_examples.microbatches.models import ModelConfig, padded_layers
 from zeroresize.microbatch.padded import PaddedBatch, PairBatch
 from zeroresize.microbatch.planners import IterationPlanner
 from zeroresize.microbatch.trainer import MicroBatchTrainer

@@ -10,7 +10,7 @@ from helpers.language_models import (
     model_of,
 )
 
-from lm_examples.cases import CASES, case_class
+from lm_examples.cases import CASES
 
 #: Options of small runs in which the case does something, and those of a run that is saved in its midst.
 SOON = {
@@ -34,8 +34,8 @@ FIGURES = {
 
 
 def case_of(name):
-    kind = case_class(name)
-    return kind(model_of(context=16), kind.Options(**SOON[name]))
+    kind = CASES[name]
+    return kind(model_of(context=16), kind.Config(**SOON[name]))
 
 
 @pytest.mark.parametrize("name", ["early_exit", "mixture_of_depths", "mixture_of_experts", "sparse_attention"])
@@ -60,7 +60,7 @@ def test_a_saved_run_goes_on(run_ranks, name):
     ("name", "options"),
     [
         ("pruning", [{"final_sparsity": 1.0}, {"every": 300}, {"end": 3000}, {"sparse_below": 1.5}]),
-        ("freezing", [{"every": 0}, {"window": 0}, {"tolerance": 1.0}, {"thaw_at_lr": 0}, {"keep_active": 0}]),
+        ("freezing", [{"every": 0}, {"window": 0}, {"tolerance": 1.0}, {"thaw_at_loss": 1}, {"keep_active": 0}]),
         ("early_exit", [{"threshold": -2}, {"every": 0}, {"end": -1}, {"first_exit": 4}]),
         ("mixture_of_depths", [{"capacity": 1.1}, {"every": 0}, {"routing": "both"}, {"predictor_loss": 0}]),
         ("mixture_of_experts", [{"num_experts": 0}, {"top_k": 9}, {"capacity_factor": 0}, {"balance_loss": -1}]),
@@ -68,9 +68,8 @@ def test_a_saved_run_goes_on(run_ranks, name):
     ],
 )
 def test_options_that_are_not_allowed_are_named(name, options):
-    kind = case_class(name)
-    assert name in CASES
+    kind = CASES[name]
     for each in options:
         (key,) = each
-        with pytest.raises(ValueError, match=rf"{name}\.{key}="):
-            kind(model_of(context=16), kind.Options(**each))
+        with pytest.raises(ValueError, match=rf"case\.{key}="):
+            kind(model_of(context=16), kind.Config(**each))

@@ -1,9 +1,11 @@
 """Documents of long-tailed lengths: cut where functions begin, drawn by seed and step alone."""
 
+import numpy as np
 import pytest
 import torch
 
-from lm_examples.documents import END, DocumentsConfig, MiniBatches, definitions, lengths_of, load_documents
+from lm_examples.data import read_files
+from lm_examples.documents import DocumentsConfig, MiniBatches, definitions, lengths_of, sources_of
 
 SOURCE = b"""import this
 
@@ -29,7 +31,8 @@ async def third():
 def documents_of(folder, **data):
     for number in range(6):
         (folder / f"{number}.py").write_bytes(bytes([71 + number]) * 200 + b"\n" + SOURCE)
-    return load_documents(DocumentsConfig(folder=str(folder), **data))
+    config = DocumentsConfig(folder=str(folder), **data)
+    return sources_of(config, read_files(config))
 
 
 def test_sources_are_cut_before_each_definition_and_its_decorators():
@@ -54,6 +57,7 @@ def test_a_mini_batch_depends_on_seed_and_step_alone_and_is_as_large_as_asked_fo
 
 def test_whole_documents_end_with_the_end_and_cut_ones_do_not(tmp_path):
     documents = documents_of(tmp_path, lengths="definitions", max_length=60)
-    rows = {bytes(row.tolist()) for row in documents.training.rows}
-    assert b"@wraps\nasync def third():\n    pass" + bytes([END]) in rows
-    assert {len(row) for row in rows if row[-1] != END} == {61}
+    random = np.random.default_rng(0)
+    rows = {bytes(documents[0](random).tolist()) for _ in range(500)}
+    assert b"@wraps\nasync def third():\n    pass" + b"\0" in rows
+    assert {len(row) for row in rows if row[-1] != 0} == {61}

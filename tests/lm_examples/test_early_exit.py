@@ -5,16 +5,16 @@ import torch
 from helpers.language_models import Run, model_of
 from torch import nn
 
-from lm_examples.cases.early_exit import EarlyExit, EarlyExitOptions, ExitBlock, Threshold
+from lm_examples.cases.early_exit import EarlyExit, EarlyExitConfig, ExitBlock, Threshold
 from lm_examples.gpt import Block
 
 
 def case(threshold=0.9, **options):
-    return EarlyExit(model_of(), EarlyExitOptions(**({"threshold": threshold, "end": 0, "first_exit": 0} | options)))
+    return EarlyExit(model_of(), EarlyExitConfig(**({"threshold": threshold, "end": 0, "first_exit": 0} | options)))
 
 
 def test_the_threshold_follows_its_schedule():
-    options = EarlyExitOptions(threshold=0.5, initial_threshold=0.9, start=10, end=30, every=5)
+    options = EarlyExitConfig(threshold=0.5, initial_threshold=0.9, start=10, end=30, every=5)
     thresholds = [options.threshold_at(step) for step in (0, 10, 14, 15, 20, 29, 30, 1000)]
     assert thresholds == pytest.approx([0.9, 0.9, 0.9, 0.8, 0.7, 0.6, 0.5, 0.5])
 
@@ -42,8 +42,7 @@ def test_the_others_are_computed_as_if_nobody_had_exited(share):
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     gradients = torch.autograd.grad(y, [x, *block.parameters()], dy, allow_unused=True, materialize_grads=True)
     wanted = torch.autograd.grad(expected, [x, *dense.parameters()], dy)
-    for gradient, other in zip(gradients, wanted, strict=True):
-        torch.testing.assert_close(gradient, other, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradients, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_only_tokens_that_have_not_exited_are_computed():
@@ -79,19 +78,15 @@ def test_tokens_whose_state_hardly_turns_exit_and_do_not_come_back():
 def test_work_falls_from_block_to_block_and_with_the_threshold(run_ranks):
     def check(rank, group):
         run = Run(group, case(0.6, start=2, end=3, every=1, first_exit=1)).train(2)
-        dense = [layer.work for layer in run.present if isinstance(layer, ExitBlock)], run.case.figures(run.pipeline)
+        blocks = [layer for layer in run.present if isinstance(layer, ExitBlock)]
+        dense = [block.work for block in blocks], run.case.figures(run.pipeline)
         run.train(3)
-        return (
-            dense,
-            [layer.work for layer in run.present if isinstance(layer, ExitBlock)],
-            run.has_changed,
-            (run.case.figures(run.pipeline)),
-        )
+        return dense, [block.work for block in blocks], run.has_changed, run.case.figures(run.pipeline)
 
     by_rank = run_ranks(check, 2)
     for (dense, figures), _, changed, _ in by_rank:
         assert dense == [1.0, 1.0] and figures == {"exited_tokens": 0.0, "exit_threshold": 1.0}
         assert changed == [False, False, True, False, False]
-    work = [one for _, own, *_ in by_rank for one in own]
+    work = [*by_rank[0][1], *by_rank[1][1]]
     assert work[:2] == [1.0, 1.0] and 0.9 > work[2] >= work[3]
     assert by_rank[0][-1]["exited_tokens"] == 0.0 and by_rank[1][-1]["exited_tokens"] > 0.3

@@ -8,16 +8,16 @@ from helpers import language_models
 from helpers.language_models import BATCH, MICRO, Run, batch, layers_of, model_of
 
 from lm_examples.cases.dynamic_case import DynamicCase
-from lm_examples.cases.freezing import Freezing, FreezingOptions, FreezingRule
+from lm_examples.cases.freezing import Freezing, FreezingConfig, FreezingRule
 from zeroresize.pipeline import LayerProfiler
 
 
 def rule_of(num_layers=3, **options):
-    return FreezingRule(num_layers, FreezingOptions(**({"window": 1, "patience": 1, "tolerance": 0.5} | options)))
+    return FreezingRule(num_layers, FreezingConfig(**({"window": 1, "patience": 1, "tolerance": 0.5} | options)))
 
 
-def frozen_after(rule, *checks, lr=1.0, loss=1.0):
-    return [rule.check(plasticity, lr, loss) for plasticity in checks]
+def frozen_after(rule, *checks, loss=1.0):
+    return [rule.check(plasticity, loss) for plasticity in checks]
 
 
 def test_layers_freeze_from_the_front_only():
@@ -31,28 +31,19 @@ def test_a_layer_must_be_calm_several_times_in_a_row_on_average():
     assert frozen_after(rule_of(window=2), *[[one] * 3 for one in (8, 8, 1, 8, 1, 1)]) == [0, 0, 0, 0, 0, 2]
 
 
-def test_layers_thaw_when_the_learning_rate_has_dropped_or_the_loss_has_risen():
-    for lr, loss in ((0.1, 1.0), (1.0, 1.2)):
-        rule = rule_of()
-        assert frozen_after(rule, [8] * 3, [1] * 3) == [0, 2]
-        assert rule.check([math.nan, math.nan, 1], 0.11, 1.19) == 2
-        assert rule.check([math.nan, math.nan, 1], lr, loss) == 0
-        assert frozen_after(rule, [8] * 3, [1] * 3, lr=lr, loss=loss) == [0, 2]
-    never = rule_of(thaw_at_lr=None, thaw_at_loss=None)
-    frozen_after(never, [8] * 3, [1] * 3)
-    assert never.check([math.nan, math.nan, 1], 1e-9, 1e9) == 2
-
-
-def test_a_rules_state_is_refused_by_another_model():
-    with pytest.raises(ValueError, match="of 3 layers, but the model has 4"):
-        rule_of(4).load_state_dict(rule_of().state_dict())
+def test_layers_thaw_when_the_loss_has_risen():
+    rule, never = rule_of(), rule_of(thaw_at_loss=None)
+    assert frozen_after(rule, [8] * 3, [1] * 3) == [0, 2] == frozen_after(never, [8] * 3, [1] * 3)
+    assert rule.check([math.nan, math.nan, 1], 1.19) == 2
+    assert (rule.check([math.nan, math.nan, 1], 1.2), never.check([math.nan, math.nan, 1], 1e9)) == (0, 2)
+    assert frozen_after(rule, [8] * 3, [1] * 3, loss=1.2) == [0, 2]
 
 
 class Forced(Freezing):
     """Freezes so many layers behind each step, whatever their plasticity."""
 
     def __init__(self, model, plan):
-        super().__init__(model, FreezingOptions(every=1))
+        super().__init__(model, FreezingConfig(every=1))
         self.plan = plan
 
     def after_step(self, pipeline, optimizer, step, loss):
@@ -129,7 +120,7 @@ SOON = {"every": 2, "window": 1, "patience": 1, "tolerance": 0.9}
 
 
 def case():
-    return Freezing(model_of(), FreezingOptions(**SOON))
+    return Freezing(model_of(), FreezingConfig(**SOON))
 
 
 @pytest.mark.slow
@@ -157,7 +148,7 @@ def test_a_layers_plasticity_is_how_much_its_outputs_have_changed(run_ranks):
 
     def check(rank, group):
         model = model_of()
-        run = Run(group, Freezing(model, FreezingOptions(every=3)))
+        run = Run(group, Freezing(model, FreezingConfig(every=3)))
         run.train(3)
         layers = run.pipeline.layers
         assert layers[2].watch.is_due and layers[2].watch.probe is None
@@ -171,7 +162,7 @@ def test_a_layers_plasticity_is_how_much_its_outputs_have_changed(run_ranks):
         assert not layers[2].watch.is_due
         with torch.no_grad():
             change = similarity(layers[2](sequence)[0]) - similarity(before)
-        return layers[2].watch.plasticity(layers[2], run.pipeline.device), change.square().mean().item()
+        return layers[2].watch.plasticity(layers[2]), change.square().mean().item()
 
     def similarity(outputs):
         products = outputs @ outputs.T

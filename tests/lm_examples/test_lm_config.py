@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from lm_examples.config import READER, load_config
-from lm_examples.llama import llama_layers, token_loss
+from lm_examples.llama import token_loss
 from lm_examples.pipeline_config import RunConfig
-from lm_examples.switching.needs import needs_of, token_bytes
+from lm_examples.switching.feed import needs_of
 from lm_examples.train import main
 from vit_examples.harness.config_reader import plain
 from zeroresize.plan.strategy import Strategy
@@ -47,12 +47,15 @@ MISTAKES = [
     ({**STRATEGIES, "strategies": {"static": [1, 0, 1]}}, "strategies.static: strategy tp=0 is not allowed"),
     ({**STRATEGIES, "training": {"max_tokens": 23}}, "training.max_tokens=23 is not allowed: a micro-batch must have"),
     ({"feed": "microbatches", "model": {"kind": "bert"}}, "model.kind='bert' is not allowed"),
-    ({"feed": "microbatches", "microbatches": {"method": "x"}}, "microbatches: "),
+    (
+        {"feed": "microbatches", "microbatches": {"method": "x"}},
+        "microbatches.method='x' is not allowed: ",
+    ),
     ({"feed": "microbatches", "model": {"hidden_size": 10}}, "model.hidden_size=10 is not divisible"),
     ({"feed": "microbatches", "model": {"head_size": 3}}, "rotary positions need an even number"),
     ({**STRATEGIES, "model": {"num_heads": 3}}, "model.hidden_size=128 is not divisible"),
     ({**STRATEGIES, "model": {"num_kv_heads": 3}}, "model.num_heads=4 is not divisible"),
-    ({**STRATEGIES, "model": {"num_heads": 128}}, "1 features a head: rotary positions need an even number"),
+    ({**STRATEGIES, "model": {"num_heads": 128}}, "heads of 1 features: rotary positions need an even number"),
     ({**STRATEGIES, "model": {"rotary_base": 0.5}}, "model.rotary_base=0.5 is not allowed"),
     ({**STRATEGIES, "data": {"lengths": "pages"}}, "data.lengths='pages' is not allowed: choose one of"),
     ({**STRATEGIES, "data": {"max_length": 0}}, "data.max_length=0 is not allowed"),
@@ -102,8 +105,8 @@ def test_a_choice_on_the_command_line_takes_the_place_of_the_files():
         strategies = load_config("switching_two_ranks", [f"strategies.{given}"]).strategies
         assert getattr(strategies, key) and strategies.ranges is None and strategies.optimizer_strategy is None
     case = load_config("pruning", ["case.name=freezing", "case.every=3"]).case
-    assert case.name == "freezing" and case.options.every == 3 and case.options.start == 0
-    assert load_config("pruning", ["case.name=pruning"]).case.options.start == 20
+    assert case.name == "freezing" and case.every == 3 and case.start == 0
+    assert load_config("pruning", ["case.name=pruning"]).case.start == 20
 
 
 @pytest.mark.parametrize(
@@ -150,7 +153,7 @@ def test_what_ranks_need_follows_from_their_strategy():
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
 def test_activations_are_estimated_as_autograd_keeps_them(num_kv_heads):
     config = load_config("switching", [f"model.num_kv_heads={num_kv_heads}"])
-    layers = llama_layers(config.model)
+    layers = config.layers()
     weights = {one.untyped_storage().data_ptr() for layer in layers for one in layer.parameters()}
     packed = Packed.of([torch.randint(0, 256, (257,))])
     x = packed.tokens
@@ -161,4 +164,4 @@ def test_activations_are_estimated_as_autograd_keeps_them(num_kv_heads):
             loss = token_loss(x, packed) if number == len(layers) - 1 else x
         memories = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in kept}
         held = sum(size for memory, size in memories.items() if memory not in weights)
-        assert loss is not None and held / 256 == pytest.approx(token_bytes(config, number), rel=0.05)
+        assert loss is not None and held / 256 == pytest.approx(config.token_bytes(number), rel=0.05)

@@ -4,14 +4,12 @@ import pytest
 import torch
 from helpers.language_models import text_of
 
-from lm_examples.data import Batches, Text, load_text
-from lm_examples.gpt import ModelConfig
-from lm_examples.pipeline_config import RunConfig
+from lm_examples.data import Files, TokenBatches, read_files
 from lm_examples.sections import DataConfig
 
 
-def config_of(folder, context=4, **data):
-    return RunConfig(model=ModelConfig(context=context), data=DataConfig(folder=folder and str(folder), **data))
+def files_of(folder, **data):
+    return read_files(DataConfig(folder=str(folder), **data))
 
 
 @pytest.fixture
@@ -26,50 +24,44 @@ def folder(tmp_path):
     return tmp_path
 
 
-def letters(data):
-    return {chr(one) for one in data.tolist()} - {"\0"}
+def letters(texts):
+    return {chr(letter) for letter in b"".join(texts)}
 
 
 def test_files_are_either_for_training_or_held_out(folder):
-    text = load_text(config_of(folder, held_out=0.3))
-    held_out, training = letters(text.held_out), letters(text.training)
+    files = files_of(folder, held_out=0.3)
+    held_out, training = letters(files.held_out), letters(files.training)
     assert len(held_out) == 3 and held_out | training == set("abcdefghij") and not held_out & training
-    assert len(text.training) == 7 * 51
+    assert list(map(len, files.training)) == [50] * 7
 
 
 def test_order_and_share_depend_on_names_alone(folder):
-    first = load_text(config_of(folder))
+    first = files_of(folder)
     (folder / "part0" / "0.py").rename(folder / "old")
     (folder / "old").rename(folder / "part0" / "0.py")
-    again = load_text(config_of(folder))
-    assert first.digest == again.digest
+    assert files_of(folder).digest == first.digest
     (folder / "part0" / "0.py").write_bytes(b"x" * 50)
-    assert load_text(config_of(folder)).digest != first.digest
+    assert files_of(folder).digest != first.digest
 
 
 def test_reading_ends_with_the_file_that_fills_max_bytes(folder):
-    text = load_text(config_of(folder, max_bytes=120))
-    assert len(text.training) + len(text.held_out) == 3 * 51
+    files = files_of(folder, max_bytes=120)
+    assert len(files.training) + len(files.held_out) == 3
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda path: path / "nowhere", "no such folder"),
-        (lambda path: path, "0 bytes for training are too few"),
-    ],
-)
-def test_too_little_text_is_an_error(tmp_path, make, message):
-    with pytest.raises(ValueError, match=message) as refused:
-        load_text(config_of(make(tmp_path)))
-    assert "data.folder=" in str(refused.value)
+def test_too_little_text_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match=r"data\.folder=.*no such folder"):
+        files_of(tmp_path / "nowhere")
+    for texts in ([], [b"x"] * 4, [b"\n" * 50]):
+        with pytest.raises(ValueError, match=r"data\.folder=.* bytes for training are too few for sequences of a=4"):
+            Files(texts, [b"x" * 5]).require(DataConfig(), 4, "a=4")
 
 
 def test_batches_depend_on_seed_and_step_and_targets_follow_inputs():
     text = text_of()
 
     def batches(seed):
-        return Batches(text, batch_size=6, context=8, seed=seed)
+        return TokenBatches(text, batch_size=6, context=8, seed=seed)
 
     inputs, targets = batches(3).training(5)
     again, _ = batches(3).training(5)
@@ -77,6 +69,6 @@ def test_batches_depend_on_seed_and_step_and_targets_follow_inputs():
     assert torch.equal(inputs, again) and torch.equal(inputs[:, 1:], targets[:, :-1])
     assert not torch.equal(inputs, batches(3).training(6)[0]) and not torch.equal(inputs, batches(4).training(5)[0])
     assert torch.equal(batches(3).validation(0)[0], batches(4).validation(0)[0])
-    small = Text(torch.arange(9, dtype=torch.uint8), text.held_out)
-    inputs, targets = Batches(small, batch_size=50, context=7, seed=0).training(1)
-    assert inputs.min() == 0 and targets.max() == 8
+    small = Files([bytes(range(8, 0, -1))], text.held_out)
+    inputs, targets = TokenBatches(small, batch_size=50, context=7, seed=0).training(1)
+    assert inputs.max() == 8 and targets.min() == 0

@@ -9,17 +9,15 @@ import numpy as np
 import pytest
 import torch
 from helpers.faults import put_into_planner_data, writable_by_all
-from helpers.language_models import NUM_STEPS, config_of, keep_time, losses_of, text_of, trained, undivided
+from helpers.language_models import NUM_STEPS, by_hand, config_of, keep_time, losses_of, text_of, trained, undivided
 from helpers.planning import fork_planners
 from helpers.processes import forked_training
 
 from lm_examples.cases.dynamic_case import DynamicCase
 from lm_examples.config import READER
-from lm_examples.documents import Documents, MiniBatches, Pieces
-from lm_examples.llama import llama_layers, token_loss
-from lm_examples.microbatches.models import summed_loss
-from lm_examples.microbatches.tasks import TaskSamples
-from lm_examples.train import main, prepare, train
+from lm_examples.data import Files
+from lm_examples.layers import summed_loss
+from lm_examples.train import FEEDS, main, prepare, train
 from vit_examples.harness import checkpoints
 from zeroresize.microbatch.padded import PaddedBatch, PairBatch
 from zeroresize.pipeline import LayerProfiler
@@ -74,7 +72,7 @@ def test_what_does_not_go_on_is_refused_on_every_rank(run_ranks, tmp_path):
 
     def refused(config, group, *, resume, text):
         with pytest.raises(ValueError) as error, ExitStack() as held:
-            prepare(config, group, held, resume=resume, data=(text, text.digest))
+            prepare(config, group, held, resume=resume, files=text)
         return str(error.value)
 
     def check(rank, group):
@@ -139,7 +137,7 @@ def test_layers_are_measured_in_the_two_steps_after_their_work_has_changed(run_r
         monkeypatch.setattr(DynamicCase, "after_step", lambda own, pipeline, optimizer, step, loss: step in (4, 5))
         keep_time()
         with ExitStack() as held:
-            feed = prepare(config, group, held, resume=False, data=(text, text.digest))
+            feed = prepare(config, group, held, resume=False, files=text)
             monkeypatch.setattr(LayerProfiler, "__enter__", lambda own: measured.append(feed.step) or enter(own))
             train(feed)
         return measured
@@ -184,7 +182,7 @@ def strategies_config(folder, strategies=SWITCHING, **sections):
     """A tiny model; ``sections`` change single keys of theirs."""
     values = {
         "model": {"num_blocks": 2, "hidden_size": 8, "num_heads": 2, "mlp_size": 8},
-        "data": {"max_length": 24},
+        "data": {"lengths": "files", "max_length": 24},
         "training": {"steps": 6, "tokens": 120, "max_tokens": 24, "lr": 0.01, "dtype": "float64", "log_every": 1},
         "output": {"folder": str(folder), "progress": False, "save_every": 3},
     }
@@ -192,41 +190,26 @@ def strategies_config(folder, strategies=SWITCHING, **sections):
     return READER.from_dict({"feed": "strategies", **values, **changed, "strategies": strategies})
 
 
-def documents_of():
+def random_files(lengths, held_out=None):
     random = np.random.default_rng(0)
-    training, held_out = ([random.bytes(length) for length in (2, 3, 4, 5, 9, 14, 40)] for _ in range(2))
-    return Documents(Pieces(training, 24), Pieces(held_out, 24), "these")
+    return Files(*([random.bytes(length) for length in part] for part in (lengths, held_out or lengths)))
 
 
-def by_hand(config, layers, loss_of, batches_of, held_out):
-    """Losses by step, and the validation loss, of training as anybody would write it."""
-    training = config.training
-    optimizer = torch.optim.AdamW(layers.parameters(), lr=training.lr, weight_decay=training.weight_decay)
-    losses = {}
-    for step in range(1, training.steps + 1):
-        optimizer.zero_grad()
-        loss = loss_of(*batches_of(step))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(layers.parameters(), training.grad_clip)
-        optimizer.step()
-        losses[step] = loss.item()
-    with torch.no_grad():
-        return losses, loss_of(*held_out).item()
+DOCUMENTS = random_files((2, 3, 4, 5, 9, 14, 40))
+SAMPLES = random_files((400,), (300,))
 
 
 def strategies_by_hand(config):
-    batches = MiniBatches(documents_of(), tokens=config.training.tokens, seed=0)
-    torch.manual_seed(config.training.seed)
-    layers = torch.nn.ModuleList(one.double() for one in llama_layers(config.model))
+    batches, layers = FEEDS["strategies"].batches_of(config, DOCUMENTS), torch.nn.ModuleList(config.layers())
 
     def loss_of(rows):
         packed = Packed.of(rows)
         x = packed.tokens
         for layer in layers:
             x = layer(x, packed)
-        return token_loss(x, packed) / packed.num_tokens
+        return summed_loss(x, packed) / packed.num_tokens
 
-    return by_hand(config, layers, loss_of, lambda step: (batches.training(step),), (batches.validation(0),))
+    return by_hand(config, layers, loss_of, lambda step: (batches.training(step),), [(batches.validation(0),)])
 
 
 @pytest.mark.slow
@@ -241,9 +224,8 @@ def strategies_by_hand(config):
 )  # fmt: skip
 def test_a_run_resumed_under_other_strategies_equals_undivided_training(run_ranks, tmp_path, after, num_ranks):
     half, whole = strategies_config(tmp_path, training={"steps": 4}), strategies_config(tmp_path, after)
-    data = documents_of(), "these"
-    run_ranks(lambda rank, group: trained(half, group, data=data), 2)
-    summaries = run_ranks(lambda rank, group: trained(whole, group, resume=True, data=data), num_ranks)
+    run_ranks(lambda rank, group: trained(half, group, files=DOCUMENTS), 2)
+    summaries = run_ranks(lambda rank, group: trained(whole, group, resume=True, files=DOCUMENTS), num_ranks)
     losses, validation_loss = strategies_by_hand(whole)
     assert losses_of(tmp_path) == same(losses)
     assert [one["validation_loss"] for one in summaries] == pytest.approx([validation_loss] * num_ranks, rel=1e-10)
@@ -260,7 +242,7 @@ def test_mixed_precision_and_overlap_are_keys_and_losses_are_those_of_one_strate
     }
 
     def train_all(rank, group):
-        return {name: trained(run, group, data=(documents_of(), "these"))["loss"] for name, run in runs.items()}
+        return {name: trained(run, group, files=DOCUMENTS)["loss"] for name, run in runs.items()}
 
     losses = run_ranks(train_all, 2)[0]
     for name in ("switched", "both"):
@@ -281,15 +263,8 @@ def microbatches_config(folder, kind="gpt", **sections):
     return READER.from_dict({"feed": "microbatches", **values, **changed})
 
 
-def samples_of(config):
-    random = np.random.default_rng(0)
-    return TaskSamples([random.bytes(400)], [random.bytes(300)], config.lengths)
-
-
 def microbatches_by_hand(config):
-    samples = samples_of(config)
-    torch.manual_seed(config.training.seed)
-    layers = torch.nn.ModuleList(config.layers())
+    samples, layers = FEEDS["microbatches"].batches_of(config, SAMPLES), torch.nn.ModuleList(config.layers())
 
     def loss_of(made, lengths):
         kind = PaddedBatch if config.model.kind == "gpt" else PairBatch
@@ -299,10 +274,10 @@ def microbatches_by_hand(config):
             x = layer(x, batch)
         return summed_loss(x, batch) / lengths[:, -1].sum()
 
-    held_out = samples.held_out(0), samples.lengths.held_out(0)
-    return by_hand(
-        config, layers, loss_of, lambda step: (samples.training(step - 1), samples.lengths(step - 1)), held_out
-    )
+    def batch_of(step):
+        return samples.training(step - 1), samples.lengths(step - 1)
+
+    return by_hand(config, layers, loss_of, batch_of, [(samples.held_out(0), samples.lengths.held_out(0))])
 
 
 @pytest.mark.slow
@@ -312,9 +287,8 @@ def test_planned_micro_batches_resumed_in_their_midst_equal_undivided_training(r
     fork_planners(monkeypatch)
     half = microbatches_config(tmp_path, kind, training={"steps": 3}, output={"save_every": 2})
     whole = microbatches_config(tmp_path, kind, parallel={"dp": 2, "pp": 1})
-    data = samples_of(whole), "these"
-    run_ranks(lambda rank, group: trained(half, group, data=data), 2)
-    summaries = run_ranks(lambda rank, group: trained(whole, group, resume=True, data=data), 2)
+    run_ranks(lambda rank, group: trained(half, group, files=SAMPLES), 2)
+    summaries = run_ranks(lambda rank, group: trained(whole, group, resume=True, files=SAMPLES), 2)
     losses, validation_loss = microbatches_by_hand(whole)
     assert losses_of(tmp_path) == pytest.approx(losses, rel=1e-10)
     assert [each["validation_loss"] for each in summaries] == pytest.approx([validation_loss] * 2, rel=1e-10)
@@ -333,14 +307,13 @@ def test_a_rank_that_is_slow_gets_fewer_samples(run_ranks, tmp_path, monkeypatch
         sleep={"token_s": 1e-4},
         straggler={"rank": 1, "chi": 3.0, "from_step": 6},
     )
-    data = samples_of(config), "these"
-    run_ranks(lambda rank, group: _in_real_time(config, group, data), 2)
+    run_ranks(lambda rank, group: _in_real_time(config, group), 2)
     changes = read_json_lines(tmp_path / "changes.jsonl")
     assert changes and changes[0]["expected_step_s"] < changes[0]["step_s"]
 
 
-def _in_real_time(config, group, data):
+def _in_real_time(config, group):
     with ExitStack() as held:
-        feed = prepare(config, group, held, resume=False, data=data)
+        feed = prepare(config, group, held, resume=False, files=SAMPLES)
         train(feed)
         feed.leave()

@@ -8,14 +8,14 @@ from torch.nn import functional as F
 from lm_examples.cases.mixture_of_experts import (
     Experts,
     ExpertsBlock,
-    MixtureOfExpertsOptions,
+    MixtureOfExpertsConfig,
 )
 from lm_examples.gpt import Block
 
 
 def experts_of(**options):
     torch.manual_seed(0)
-    options = MixtureOfExpertsOptions(**({"num_experts": 5} | options))
+    options = MixtureOfExpertsConfig(**({"num_experts": 5} | options))
     experts = Experts(model_of(), options).double()
     experts.router.weight.data.mul_(8)  # uneven
     return options, experts, torch.randn(24, 8, dtype=torch.float64, requires_grad=True)
@@ -56,8 +56,7 @@ def test_outputs_and_gradients_are_those_of_each_tokens_experts(top_k, capacity_
     dy = torch.randn_like(y)
     gradients = torch.autograd.grad((y * dy).sum() + loss, [x, *experts.parameters()])
     wanted = torch.autograd.grad((expected * dy).sum() + expected_loss, [x, *experts.parameters()])
-    for gradient, other in zip(gradients, wanted, strict=True):
-        torch.testing.assert_close(gradient, other, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradients, wanted, rtol=1e-12, atol=1e-12)
     assert experts.num_rows == min(max(chosen), capacity)
     assert experts.imbalance == pytest.approx(max(chosen) / (sum(chosen) / 5))
     assert experts.share_dropped == pytest.approx(dropped / sum(chosen))
@@ -68,7 +67,7 @@ def test_one_expert_is_a_dense_block():
     torch.manual_seed(0)
     model = model_of()
     dense = Block(model).double()
-    block = ExpertsBlock(model, MixtureOfExpertsOptions(num_experts=1, top_k=1)).double()
+    block = ExpertsBlock(model, MixtureOfExpertsConfig(num_experts=1, top_k=1)).double()
     block.load_state_dict({name: one for name, one in dense.state_dict().items() if "mlp." not in name}, strict=False)
     block.mlp.up_EDM.data[0], block.mlp.down_EMD.data[0] = dense.mlp.up.weight.data.T, dense.mlp.down.weight.data.T
     block.mlp.up_bias_EM.data[0], block.mlp.down_bias_ED.data[0] = dense.mlp.up.bias.data, dense.mlp.down.bias.data
@@ -90,7 +89,7 @@ def test_work_follows_the_busiest_expert_and_a_capacity_bounds_it(monkeypatch):
     x, auxiliary = torch.randn(4, 8, 8), torch.zeros(4)
     work = {}
     for factor in (None, 1.0, 0.5):
-        block = ExpertsBlock(model_of(), MixtureOfExpertsOptions(num_experts=4, top_k=1, capacity_factor=factor))
+        block = ExpertsBlock(model_of(), MixtureOfExpertsConfig(num_experts=4, top_k=1, capacity_factor=factor))
         with torch.no_grad():
             block.mlp.router.weight.zero_()  # all tokens to the first expert
         block(x, auxiliary)

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from lm_examples.microbatches.models import ModelConfig, padded_layers, summed_loss
+from lm_examples.layers import summed_loss
+from lm_examples.microbatches.models import ModelConfig, padded_layers
 from zeroresize.microbatch.padded import PaddedBatch, PairBatch
 from zeroresize.policy.microbatches.plan import MicroBatch
 from zeroresize.runtime.activations import Activation, find_activations

@@ -13,7 +13,7 @@ from helpers.processes import caught_log_lines
 from helpers.states import resumed
 from torch import nn
 
-from lm_examples.microbatches.models import summed_loss
+from lm_examples.layers import summed_loss
 from zeroresize.measure.memory_meter import LiveBytes
 from zeroresize.microbatch.measuring import ProfiledShapes, kinds_of, measure_model
 from zeroresize.microbatch.padded import PaddedBatch
