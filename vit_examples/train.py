@@ -101,7 +101,8 @@ def train_epoch(run: Run) -> float:
             run.trace.append(balance["balance/relieved"])
             if run.record is not None:
                 numbers = {"loss": losses[-1].item(), "lr": lr, "step_s": step_s, **balance}
-                run.record.write("metrics", {"kind": "step", "epoch": epoch, "step": step, **numbers})
+                place = {"kind": "step", "epoch": epoch, "step": step, "from_step": run.first_step}
+                run.record.write("metrics", {**place, **numbers})
                 run.record.plot(numbers, "train/", step)
     return torch.stack(losses).mean().item()
 
@@ -143,9 +144,8 @@ def report_epoch(run: Run, loss: float, accuracy: float) -> None:
     numbers = {"loss": loss, "step_ms": step_ms, "mean_step_ms": mean_step_ms, "test_accuracy": accuracy}
     by_rank = list(zip(*ratios, strict=True))[:MOST_RANKS_SHOWN]
     numbers |= {f"ratio_rank{rank}": statistics.mean(shares) for rank, shares in enumerate(by_rank)}
-    line = {"kind": "epoch", "epoch": run.epochs - 1, "step": run.steps - 1, "from_step": run.first_step, **numbers}
-    times = {"seconds": [round(step_s, 6) for step_s in seconds]} if run.clock.is_of_each else {}
-    run.record.write("metrics", {**line, "ratios": ratios, **times})
+    place = {"kind": "epoch", "epoch": run.epochs - 1, "step": run.steps - 1}
+    run.record.write("metrics", {**place, **numbers, "ratios": ratios})
     run.record.plot(numbers, "epoch/", run.steps - 1)
     work = [1.0 - ratio for ratio in ratios[-1]]
     shown = " ".join(f"{share:.2f}" for share in work) if len(work) <= 8 else f"{min(work):.2f}–{max(work):.2f}"

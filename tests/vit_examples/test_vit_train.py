@@ -145,8 +145,8 @@ def test_a_run_leaves_its_numbers(host: str, pictures: Path, finished_runs: dict
     assert list((output / "tensorboard").iterdir())
     epochs = lines_of(output, "epoch")
     assert [line["ratios"] for line in epochs] == [[[0.5, 0.0]] * 4, [[0.0, 0.5]] * 4]  # pinned in turn
-    kept = seconds_by_process(timed_steps(epochs))
-    assert kept == [pytest.approx([line["step_s"] for line in lines_of(output, "step")], abs=1e-6)]
+    kept = seconds_by_process(timed_steps(lines_of(output, "step")))
+    assert [len(seconds) for seconds in kept] == [NUM_STEPS]
     assert timing(kept, settle_steps=20)["step_ms"] == pytest.approx(summary["step_ms"], abs=1e-3)
     assert not list(output.glob("checkpoints/*.tmp"))
 
@@ -387,8 +387,8 @@ def test_the_demo_compares_its_runs(
     overrides = ("host=torch", data, "training.batch_size=8", "training.epochs=1", micro)
     assert demo.main([f"--output={tmp_path}", *(f"--set={override}" for override in overrides)]) == 0
     printed = capsys.readouterr().out
-    assert all(name in printed for name in runs)
-    assert (tmp_path / "demo.png").stat().st_size > 10_000
+    assert all(f"| {name.lower()} | " in printed for name in runs)
+    assert (tmp_path / "report.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow
