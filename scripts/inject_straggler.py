@@ -73,8 +73,7 @@ class InjectionConfig:
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands: its global rank, and its rank in a block of ``num_ranks``, or the number of its stage
-    among as many."""
+    """Where this process stands: its global rank, and its rank or stage among the ``num_ranks`` that chi counts."""
 
     global_rank: int
     rank: int

@@ -55,7 +55,6 @@ MISTAKES = {
     "host=jax": r"host='jax'.*\['colossalai', 'torch'\]",
     "straggler.kind=sleep": "straggler.chi is empty",
     "straggler.chi={1: 4.0}": r"nobody would be slow; set straggler\.kind to one of .*'sleep'.*leave chi empty",
-    "straggler={kind: sleep, chi: {0:2, 1:4.0}}": r"write \{0: 2, 1: 4\.0\}, with a space",
     "straggler.chi=4": "schedule 'static' needs a mapping",
     "straggler.pin_ratio=1.0": "straggler.pin_ratio=1.0.*below 1",
     "data.augment=1": "data.augment=1.*true or false",
