@@ -29,8 +29,9 @@ from vit_examples.dry_run import dry_run
 from vit_examples.harness.program import left_together, of_all_ranks, run_program
 from vit_examples.harness.run_folder import how_to_go_on
 from vit_examples.model import classification_loss, num_correct
-from vit_examples.run import Run, commit_of_code, prepare, stragglers
+from vit_examples.run import Run, commit_of_code, prepare
 from vit_examples.step_times import timing
+from vit_examples.stragglers import stragglers
 
 #: Of whom an epoch's line has the mean share that a rank did not compute, by itself.
 MOST_RANKS_SHOWN = 16
@@ -40,9 +41,9 @@ def train(run: Run) -> None:
     """All epochs that are left, and the summary, which rank 0 writes."""
     config, host = run.config, run.host
     accuracy, commit = math.nan, commit_of_code()  # now: by the end the files may be others
-    with stragglers(run) as slow, run.record or nullcontext():
+    with stragglers(run) as set_epoch, run.record or nullcontext():
         while run.epochs < config.training.epochs:
-            slow.set_epoch(run.epochs)
+            set_epoch(run.epochs)
             loss = train_epoch(run)
             if config.balance.iters_per_epoch is None:
                 run.balancer.epoch_end()
