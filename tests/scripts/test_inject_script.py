@@ -111,13 +111,6 @@ def test_an_exception_keeps_its_traceback_and_the_summary_is_said(tmp_path):
     assert "1 products slowed" in done.stdout
 
 
-def test_the_exit_code_of_the_script_passes_through(tmp_path, main):
-    config = write(tmp_path / "inject.yaml", "chi: {0: 2}")
-    with pytest.raises(SystemExit) as ended:
-        main("--config", config, write(tmp_path / "train.py", "raise SystemExit(3)"))
-    assert ended.value.code == 3
-
-
 def test_dry_run_says_what_would_be_slow_and_runs_nothing(tmp_path, main, capsys):
     config = write(tmp_path / "inject.yaml", "{chi: {0: 0, 1: 4.5}, scope: all, tp_size: 2}")
     main("--config", config, "--dry-run", tmp_path / "missing.py")
@@ -161,20 +154,14 @@ def test_the_example_is_right(main, capsys):
         ),
         ("schedule: static", "chi is missing"),
         ("[1, 2]", "expected a mapping"),
-        ("chi: {0: 2", "cannot be read as YAML"),
         ("chi: {2: 2}", "rank 2 is not one of the group's 2: allowed are 0 to 1"),
         ("chi: {0: 0.5}", "at least 1"),
-        ("chi: {0: .nan}", "finite number"),
-        ("chi: 2.0", "mapping of rank to χ"),
-        ("{chi: {0: 2}, scope: most}", "scope='most' is not allowed: choose one of ['gemm', 'all']"),
         ("{chi: 2, schedule: random}", "schedule='random' is not allowed: choose one of ['static', 'round_robin']"),
         ("{chi: 2, schedule: round_robin}", "needs iters_per_epoch"),
         ("{chi: {0: 2}, schedule: round_robin, iters_per_epoch: 1}", "one number is needed"),
-        ("{chi: x, schedule: round_robin, iters_per_epoch: 1}", "finite number"),
         ("{chi: {0: 2}, iters_per_epoch: 0}", "iters_per_epoch=0 is not allowed"),
         ("{chi: {0: 2}, tp_size: 3}", "tp_size=3 is not allowed: it must divide the 2 ranks"),
         ("{chi: {1: 4.0}, stage_size: 4}", "stage_size=4 is not allowed: it must divide the 2 ranks"),
-        ("{chi: {2: 4.0}, stage_size: 1}", "rank 2 is not one of the group's 2"),
         ("{chi: {0: 4.0}, stage_size: 1, tp_size: 2}", "tp_size=2 and stage_size=1 do not go together"),
     ],
 )

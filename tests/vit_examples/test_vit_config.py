@@ -40,18 +40,14 @@ def test_yaml_is_read_as_people_mean_it(tmp_path) -> None:
 
 MISTAKES = {
     "training.learning_rate=1": r"unknown training key 'learning_rate': allowed are .*'lr'",
-    "training.batchsize=1": r"unknown training key 'batchsize' \(did you mean 'batch_size'\?\): allowed are",
     "balanse.mode=off": r"unknown section 'balanse' \(did you mean 'balance'\?\): allowed are .*'training'",
     "training.lr=fast": "training.lr='fast'.*a finite number above 0",
-    "training.lr=1e999": "training.lr=inf.*a finite number above 0",
     "training.epochs=0": "training.epochs=0.*at least 1",
-    "training.epochs=1.5": "training.epochs=1.5.*whole number",
     "training.accumulation=3": "training.batch_size=64 is not divisible by training.accumulation=3",
     "training.precision=fp8": "'fp32', 'bf16', 'fp16'",
     "training=5": "expected a mapping of training keys, found int",
     "model.num_heads=7": "model.hidden_size=192 is not divisible by model.num_heads=7",
     "balance.mode=fast": r"balance\.mode='fast'.*zero-rd",
-    "balance.ratio=1.5": r"balance\.ratio=1.5 is not allowed",
     "host=jax": r"host='jax'.*\['colossalai', 'torch'\]",
     "straggler.kind=sleep": "straggler.chi is empty",
     "straggler.chi={1: 4.0}": r"nobody would be slow; set straggler\.kind to one of .*'sleep'.*leave chi empty",
@@ -60,9 +56,6 @@ MISTAKES = {
     "data.augment=1": "data.augment=1.*true or false",
     "training.lr": "expected section.key=value",
     "balance.paper.alpha=1.5": r"balance\.paper\.alpha=1.5 is not allowed",
-    "balance.alpha=1": r"unknown balance key 'alpha' \(did you mean 'paper\.alpha'\?\)",
-    "training.lr=[1": r"--set training\.lr=\[1: the value cannot be read as YAML: line 1",
-    "straggler={chi: 1, chi: 2}": "the key 'chi' is in line 1 already",
     "training.batch_size=3000000000": "2147483647 is the largest",
     "timeout_s=1e300": r"timeout_s=1e\+300 is not allowed: a finite number .*at most 1e\+06",
 }

@@ -49,14 +49,6 @@ def test_a_parquet_folder_gives_its_first_pictures(folder: Path, monkeypatch: py
     assert torch.equal(train.images, torch.from_numpy(expected).permute(0, 3, 1, 2))
 
 
-def test_other_column_names_and_sizes_are_read(tmp_path: Path) -> None:
-    write_parquet(tmp_path / "train.parquet", 4, image="image", side=20)
-    write_parquet(tmp_path / "validation.parquet", 3, image="image", side=20)
-    train, test = load_splits(DataConfig(source=str(tmp_path)), ModelConfig())
-    assert train.images.shape == (4, 3, 32, 32)
-    assert len(test) == 3
-
-
 def refused(source: str | Path, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_splits(DataConfig(source=str(source)), ModelConfig())
