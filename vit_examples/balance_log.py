@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 import zeroresize as zr
-from vit_examples.harness.run_folder import writable
+from vit_examples.harness.folders import writable
 from zeroresize.utils.files import BestEffort
 
 

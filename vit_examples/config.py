@@ -85,9 +85,7 @@ class DataConfig:
         if not isinstance(self.source, str) or not self.source:
             raise ValueError(f"data.source={self.source!r}: 'mnist5k', a folder or a data set's name is needed")
         is_bool("data.augment", self.augment)
-        for key in ("train_size", "test_size"):
-            if getattr(self, key) is not None:
-                at_least(f"data.{key}", getattr(self, key), 1)
+        each_at_least("data", self, [key for key in ("train_size", "test_size") if getattr(self, key) is not None], 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,8 +174,8 @@ class RunConfig:
 
     def validate_group_size(self, num_ranks: int) -> None:
         """Raises ValueError for what ``num_ranks`` tensor-parallel ranks cannot run."""
-        self.model.validate_group_size(num_ranks)
-        self.straggler.validate_group_size(num_ranks)
+        for section in (self.model, self.straggler):
+            section.validate_group_size(num_ranks)
         try:
             self.balance.validate_group_size(num_ranks)
         except ValueError as error:

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from scripts.report import __main__ as report
 from vit_examples.config import load_config
-from vit_examples.harness.run_folder import claimed, empty
+from vit_examples.harness.folders import claimed, empty
 from vit_examples.one_node import started, train_command
 from zeroresize.utils.files import read_json_lines
 

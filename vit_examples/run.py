@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 import zeroresize as zr
 from vit_examples.balance_log import BalanceLog
+from vit_examples.batches import num_batches
 from vit_examples.config import RunConfig
-from vit_examples.data import Split, load_splits, num_batches
+from vit_examples.data import Split, load_splits
 from vit_examples.harness.checkpoints import load_checkpoint, save_checkpoint
 from vit_examples.harness.program import agreed
 from vit_examples.harness.run_folder import RunRecord, begin_run

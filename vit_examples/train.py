@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from vit_examples.batches import test_batches, training_batches
 from vit_examples.config import READER, RunConfig
-from vit_examples.data import test_batches, training_batches
 from vit_examples.dry_run import dry_run
 from vit_examples.harness.program import left_together, of_all_ranks, run_program
 from vit_examples.harness.run_folder import how_to_go_on

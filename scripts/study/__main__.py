@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts.study.grid import Cell, Study, read_study
-from vit_examples.harness.run_folder import empty
+from vit_examples.harness.folders import empty
 from vit_examples.one_node import started, train_command
 
 Rows = dict[tuple[str, str], dict[str, Any]]

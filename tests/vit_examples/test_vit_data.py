@@ -16,8 +16,9 @@ import pyarrow.parquet
 from helpers.runs import write_parquet
 from PIL import Image
 
+from vit_examples.batches import augmented, normalise, test_batches, training_batches
 from vit_examples.config import DataConfig, ModelConfig
-from vit_examples.data import Split, augmented, load_splits, normalise, test_batches, training_batches
+from vit_examples.data import Split, load_splits
 
 test_batches.__test__ = False  # a function under test, not a test
 

@@ -14,7 +14,7 @@ from helpers.runs import write_run
 
 from vit_examples import demo
 from vit_examples.demo import RUNS, main
-from vit_examples.harness.run_folder import claimed
+from vit_examples.harness.folders import claimed
 
 
 def test_a_configuration_that_is_wrong_is_told_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
