@@ -56,9 +56,7 @@ class InjectionConfig:
             if value is not None:
                 at_least(key, value, 1)
         if self.tp_size is not None and self.stage_size is not None:
-            raise ValueError(
-                f"tp_size={self.tp_size} and stage_size={self.stage_size} do not go together: chi is of either"
-            )
+            raise ValueError(f"tp_size={self.tp_size} and stage_size={self.stage_size} do not go together")
         if self.schedule == "round_robin":
             if isinstance(self.chi, Mapping):
                 raise ValueError(f"chi={self.chi!r} is not allowed with schedule: round_robin: one number is needed")

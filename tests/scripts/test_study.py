@@ -192,7 +192,7 @@ LONG_LOG = [f"line {number}\n" for number in range(40)]
     [
         (
             "hello\nerror (rank 1): a\nerror (rank 0): a\nerror (rank 0): b\nbye\n",
-            "error (rank 1): a\nerror (rank 0): b",
+            "a\nb",
         ),
         ("".join(LONG_LOG), "".join(LONG_LOG[10:]).rstrip()),
     ],
