@@ -65,10 +65,13 @@ class Copy:
         return seconds
 
     def pinned(self, rank: int, ratio: float, num_steps: int) -> list[float]:
-        """The same with a rank's ratio held."""
+        """The same with a rank's ratio held; what was noted of the balancer's own plan stays."""
+        shares, predicted_s = self.shares, self.predicted_s
+        self.shares = []
         self.balancer.pin(rank, ratio)
         seconds = self.window(num_steps)
         self.balancer.release()
+        self.shares, self.predicted_s = shares, predicted_s
         return seconds
 
     def updates(self, number: int) -> list[float]:
