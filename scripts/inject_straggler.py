@@ -31,17 +31,7 @@ from zeroresize.utils.yaml_values import read_yaml
 
 @dataclass(frozen=True, kw_only=True)
 class InjectionConfig:
-    """The keys of the YAML file.
-
-    Attributes:
-        chi: {rank: χ}, or one χ for ``schedule="round_robin"``.
-        schedule: ``"static"``, or ``"round_robin"`` for a new straggler each epoch.
-        scope: as of :class:`zeroresize.StragglerInjector`.
-        iters_per_epoch: optimizer steps in an epoch.
-        tp_size: ranks are counted within blocks of so many consecutive global ranks; default: one block.
-        stage_size: ``chi`` is of blocks of so many consecutive global ranks, such as the stages of a pipeline; all
-            ranks of a block are slow together.
-    """
+    """The keys of the YAML file, which inject_straggler.example.yaml explains."""
 
     chi: Any
     schedule: str = "static"
@@ -51,25 +41,14 @@ class InjectionConfig:
     stage_size: int | None = None
 
     @classmethod
-    def from_yaml(cls, path: Path) -> InjectionConfig:
-        """Read and check a file.
+    def of(cls, values: Any) -> InjectionConfig:
+        """Check what a file says; a ValueError names the key, its value and what is allowed."""
+        known_keys("key", values, [field.name for field in dataclasses.fields(cls)])
+        if "chi" not in values:
+            raise ValueError("chi is missing: expected {rank: χ}, such as {0: 4.0}")
+        return cls(**values)
 
-        Raises:
-            ValueError: naming the file, the key, its value and what is allowed.
-            OSError: if the file cannot be read.
-        """
-        values = read_yaml(path)
-        try:
-            known_keys("key", values, [field.name for field in dataclasses.fields(cls)])
-            if "chi" not in values:
-                raise ValueError("chi is missing: expected {rank: χ}, such as {0: 4.0}")
-            config = cls(**values)
-            config._check()
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
-        return config
-
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
         one_of("schedule", self.schedule, SCHEDULES)
         one_of("scope", self.scope, SCOPES)
         for key in ("iters_per_epoch", "tp_size", "stage_size"):
@@ -77,10 +56,7 @@ class InjectionConfig:
             if value is not None:
                 at_least(key, value, 1)
         if self.tp_size is not None and self.stage_size is not None:
-            raise ValueError(
-                f"tp_size={self.tp_size} and stage_size={self.stage_size} do not go together: chi is either of ranks "
-                "within a block or of blocks"
-            )
+            raise ValueError(f"tp_size={self.tp_size} and stage_size={self.stage_size} do not go together")
         if self.schedule == "round_robin":
             if isinstance(self.chi, Mapping):
                 raise ValueError(f"chi={self.chi!r} is not allowed with schedule: round_robin: one number is needed")
@@ -88,19 +64,14 @@ class InjectionConfig:
                 raise ValueError("schedule: round_robin needs iters_per_epoch, the optimizer steps in an epoch")
 
     def chi_in(self, epoch: int, num_ranks: int) -> dict[int, float]:
-        """{rank in its block: χ ≥ 1} of an epoch.
-
-        Raises:
-            ValueError: for a rank or χ that is not allowed.
-        """
+        """{rank in its block: χ ≥ 1} of an epoch; a ValueError for a rank or χ that is not allowed."""
         chi = round_robin(self.chi)(epoch, num_ranks) if self.schedule == "round_robin" else self.chi
         return checked_chi(chi, num_ranks)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands: its global rank, and its rank in a block of ``num_ranks``, or the number of its stage
-    among as many."""
+    """Where this process stands: its global rank, and its rank or stage among the ``num_ranks`` that chi counts."""
 
     global_rank: int
     rank: int
@@ -108,11 +79,7 @@ class Place:
 
     @classmethod
     def from_environment(cls, tp_size: int | None = None, stage_size: int | None = None) -> Place:
-        """What torchrun says in RANK and WORLD_SIZE.
-
-        Raises:
-            ValueError: if the ranks do not divide into blocks of ``tp_size`` or ``stage_size``.
-        """
+        """What torchrun says in RANK and WORLD_SIZE; a ValueError if ranks do not divide into blocks of such a size."""
         rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         for key, size in (("tp_size", tp_size), ("stage_size", stage_size)):
             if size is not None and world_size % size:
@@ -123,49 +90,38 @@ class Place:
         return cls(rank, rank % num_ranks, num_ranks)
 
 
-class EpochCounter:
-    """Counts the steps of the first optimizer that steps (wrappers and further optimizers do not count again)."""
+class Injection(SlowOps):
+    """A context manager in which this process is as slow as the configuration says.
 
-    def __init__(self, iters_per_epoch: int, on_epoch: Any) -> None:
-        self._iters_per_epoch, self._on_epoch = iters_per_epoch, on_epoch
-        self._num_steps = 0
-        self._optimizer: Any = lambda: None
-
-    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._optimizer() is None:
-            self._optimizer = weakref.ref(optimizer)
-        if self._optimizer() is optimizer:
-            self._num_steps += 1
-            if self._num_steps % self._iters_per_epoch == 0:
-                self._on_epoch(self._num_steps // self._iters_per_epoch)
-
-
-class Injection:
-    """A context manager in which this process is as slow as the configuration says."""
+    An epoch is so many steps of the first optimizer that steps: wrappers and further ones do not count again.
+    """
 
     def __init__(self, config: InjectionConfig, place: Place) -> None:
-        self._config, self._place = config, place
-        self._slowness = SlowOps(scope=config.scope)
-        self._hook: Any = None
+        super().__init__(scope=config.scope)
+        self._config, self._place, self._num_steps = config, place, 0
+        self._optimizer: Any = lambda: None
+        self._set_epoch(0)
 
     def __enter__(self) -> Injection:
-        self._slowness.__enter__()
-        self._set_epoch(0)
-        if self._config.iters_per_epoch is not None:
-            self._hook = register_optimizer_step_post_hook(EpochCounter(self._config.iters_per_epoch, self._set_epoch))
+        super().__enter__()
+        self._hook = register_optimizer_step_post_hook(self._stepped)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-        self._slowness.__exit__(*error)
+        self._hook.remove()
+        super().__exit__(*error)
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._optimizer() is None:
+            self._optimizer = weakref.ref(optimizer)
+        every = self._config.iters_per_epoch
+        if self._optimizer() is optimizer and every is not None:
+            self._num_steps += 1
+            if self._num_steps % every == 0:
+                self._set_epoch(self._num_steps // every)
 
     def _set_epoch(self, epoch: int) -> None:
-        self._slowness.chi = self._config.chi_in(epoch, self._place.num_ranks).get(self._place.rank, 1.0)
-
-    def summary(self) -> str:
-        what = "products" if self._config.scope == "gemm" else "ops"
-        return f"{self._slowness.num_products} {what} slowed, {self._slowness.seconds_added:.3f} s added"
+        self.chi = self._config.chi_in(epoch, self._place.num_ranks).get(self._place.rank, 1.0)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -179,21 +135,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
     options = parser.parse_args(arguments)
     try:
-        config = InjectionConfig.from_yaml(options.config)
-    except FileNotFoundError:
-        parser.error(f"{options.config}: no such file")
+        values = read_yaml(options.config)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     try:
+        config = InjectionConfig.of(values)
         place = Place.from_environment(config.tp_size, config.stage_size)
         stragglers = _stragglers(config, place.num_ranks)
     except ValueError as error:
         hint = "" if "WORLD_SIZE" in os.environ else " (run it under torchrun: there is one rank otherwise)"
         parser.error(f"{options.config}: {error}{hint}")
 
-    speaks = place.global_rank == 0 or place.rank in stragglers
-    if speaks:
-        _say(place, _description(config, place, stragglers))
+    def say(text: str) -> None:
+        if place.global_rank == 0 or place.rank in stragglers:
+            # One write a line: print() makes two where Python is unbuffered, and ranks share their standard output.
+            sys.stdout.write(f"[inject_straggler rank {place.global_rank}] {text}\n")
+            sys.stdout.flush()
+
+    say(_description(config, place, stragglers))
     if options.dry_run:
         return
     if not options.is_module and not Path(options.target).exists():
@@ -203,8 +162,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with injection:
             _run(options.target, options.args, options.is_module)
     finally:
-        if speaks:
-            _say(place, injection.summary())
+        what = "products" if config.scope == "gemm" else "ops"
+        say(f"{injection.num_products} {what} slowed, {injection.seconds_added:.3f} s added")
 
 
 def _run(target: str, args: list[str], is_module: bool) -> None:
@@ -231,17 +190,9 @@ def _description(config: InjectionConfig, place: Place, stragglers: set[int]) ->
         who += f"the next every {config.iters_per_epoch} optimizer steps"
     else:
         chi = config.chi_in(0, place.num_ranks)
-        who = (
-            ", ".join(f"{rank_word} {rank}{blocks} has χ = {chi[rank]:g}" for rank in sorted(stragglers))
-            or f"no {rank_word} is slow"
-        )
+        slow = [f"{rank_word} {rank}{blocks} has χ = {chi[rank]:g}" for rank in sorted(stragglers)]
+        who = ", ".join(slow) or f"no {rank_word} is slow"
     return f"{who} (scope {config.scope})"
-
-
-def _say(place: Place, text: str) -> None:
-    # One write a line: print() makes two where Python is unbuffered, and the ranks share their standard output.
-    sys.stdout.write(f"[inject_straggler rank {place.global_rank}] {text}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -77,7 +77,8 @@ def main() -> None:
     parser.add_argument("--walk", action="store_true", help="trace four walks through the package")
     arguments = parser.parse_args()
     if arguments.walk:
-        from walks import walks  # which imports the package
+        sys.path.insert(0, str(ROOT))
+        from scripts.walks import walks  # which imports the package
 
         for name, files in walks():
             print(f"{name}: {len(files)} files", *(f"    {file}" for file in files), sep="\n")

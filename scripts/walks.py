@@ -8,9 +8,7 @@ and the change, but for the rooms that compute and send a step as they always do
 
 from __future__ import annotations
 
-import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,16 +25,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import zeroresize as zr
-from zeroresize.microbatch import (
-    IterationPlanner,
-    MicroBatchTrainer,
-    PaddedBatch,
-    PlanningOptions,
-    ProfiledShapes,
-    RunPlanners,
-    measure_model,
-    share_store,
-)
+from scripts.bench.common import results_of_ranks
+from zeroresize import microbatch
+from zeroresize.microbatch import PaddedBatch
 from zeroresize.pipeline import Pipeline, PipelineBalancer
 from zeroresize.strategy import LengthRange, Strategy, StrategyTrainer, SwitchableModel
 
@@ -46,27 +37,22 @@ NUM_RANKS, WIDTH = 2, 256
 COMPUTING = ("kernels", "layers", "runtime", "comm")
 
 
-class Tracer:
-    """Keeps the files of the package whose functions are called while it is on, in every thread."""
+@contextmanager
+def traced(files: set[str]) -> Iterator[None]:
+    """Add the files of the package whose functions are called meanwhile, in every thread."""
 
-    def __init__(self) -> None:
-        self.files: set[str] = set()
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+    def note(frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
         if event == "call" and code.co_name != "<module>" and code.co_filename.startswith(str(PACKAGE)):
-            self.files.add(code.co_filename)
+            files.add(code.co_filename)
 
-    @contextmanager
-    def on(self) -> Iterator[None]:
-        """Trace for as long as this lasts."""
-        threading.setprofile(self)
-        sys.setprofile(self)
-        try:
-            yield
-        finally:
-            sys.setprofile(None)
-            threading.setprofile(None)
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
 
 
 class Block(nn.Module):
@@ -83,7 +69,6 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
     def segments(self) -> list[zr.Segment]:
-        """What tensor parallelism divides."""
         return [zr.Segment(["up"], "down")]
 
 
@@ -94,7 +79,7 @@ class Plain(nn.Sequential):
         return super().forward(x)
 
 
-def product_time_to_units(tracer: Tracer) -> None:
+def product_time_to_units(files: set[str]) -> None:
     """A rank whose products take six times as long gives units away."""
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
     model = nn.Sequential(Block(), Block())
@@ -110,14 +95,14 @@ def product_time_to_units(tracer: Tracer) -> None:
             model(torch.randn(512, WIDTH)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            with tracer.on() if is_slow else nullcontext():
+            with traced(files) if is_slow else nullcontext():
                 balancer.step()
         if balancer.plan.ranks[1].owned < 1.0:
             return
     raise RuntimeError("no units moved")
 
 
-def layer_profile_to_layers(tracer: Tracer) -> None:
+def layer_profile_to_layers(files: set[str]) -> None:
     """Layers of which four are slow leave the stage that has these."""
     layers = [Block(), Block(), Block(), Block(), *(Block(0.004) for _ in range(4))]
     pipeline = Pipeline(layers, nn.functional.mse_loss, num_microbatches=4, process_group=dist.group.WORLD)
@@ -127,7 +112,7 @@ def layer_profile_to_layers(tracer: Tracer) -> None:
     for _ in range(80):
         x = torch.randn(16, WIDTH)
         optimizer.zero_grad()
-        with tracer.on(), balancer.step():
+        with traced(files), balancer.step():
             pipeline.step(x, target=x)
         optimizer.step()
         if pipeline.boundaries != boundaries:
@@ -136,7 +121,6 @@ def layer_profile_to_layers(tracer: Tracer) -> None:
 
 
 def whole_layers() -> list[nn.Module]:
-    """A small language model, for strategies and micro-batches."""
     return [Plain(nn.Embedding(64, WIDTH)), Block(), Block(), Plain(nn.Linear(WIDTH, 64))]
 
 
@@ -145,51 +129,46 @@ def rows_of(lengths: list[int]) -> list[Tensor]:
     return [torch.randint(64, (length + 1,)) for length in lengths]
 
 
-def lengths_to_switch(tracer: Tracer) -> None:
+def loss(output: Tensor, batch: Any) -> Tensor:
+    """Of words that are packed or padded."""
+    return nn.functional.cross_entropy(output.flatten(0, -2), batch.targets.flatten())
+
+
+def lengths_to_switch(files: set[str]) -> None:
     """Short rows are computed by copies of the model, long ones by layers that are divided."""
     ranges = [LengthRange(32, Strategy(dp=NUM_RANKS)), LengthRange(256, Strategy(tp=NUM_RANKS))]
     model = SwitchableModel(whole_layers(), strategies=[length_range.strategy for length_range in ranges])
     optimizer = torch.optim.AdamW(model.parameters())
-    trainer = StrategyTrainer(
-        model,
-        optimizer,
-        ranges,
-        loss=lambda output, packed: nn.functional.cross_entropy(output, packed.targets),
-        max_tokens=256,
-    )
+    trainer = StrategyTrainer(model, optimizer, ranges, loss=loss, max_tokens=256)
     for _ in range(2):
-        with tracer.on():
+        with traced(files):
             trainer.step(rows_of([8, 16, 24, 32, 100, 200]))
 
 
-def lengths_of_iteration(iteration: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Lengths [samples, 1]."""
+def lengths_of_iteration(iteration: int) -> Any:
     return np.random.default_rng(iteration).integers(2, 64, (8, 1))
 
 
-def samples_to_plan(tracer: Tracer) -> None:
+def samples_to_plan(files: set[str]) -> None:
     """Samples of different lengths are cut into micro-batches."""
     group, device, sizes = dist.group.WORLD, torch.device("cpu"), ("size", "length")
     strategy = Strategy(pp=NUM_RANKS)
     model = SwitchableModel(whole_layers(), strategies=[strategy])
     optimizer = torch.optim.AdamW(model.parameters())
-
-    def loss(output: Tensor, batch: PaddedBatch) -> Tensor:
-        return nn.functional.cross_entropy(output.flatten(0, 1), batch.targets.flatten())
-
-    shapes = ProfiledShapes(sizes, most_rows=8, longest=(64,), most_tokens=512)
-    table = measure_model(model, PaddedBatch.hollow, shapes, loss=loss)
-    planner = IterationPlanner(lengths_of_iteration, table, strategy.partition(4).boundaries, PlanningOptions())
-    store = share_store(group)
-    planners = RunPlanners(planner, store, group, device, last=1)
-    trainer = MicroBatchTrainer(
+    shapes = microbatch.ProfiledShapes(sizes, most_rows=8, longest=(64,), most_tokens=512)
+    table = microbatch.measure_model(model, PaddedBatch.hollow, shapes, loss=loss)
+    boundaries, options = strategy.partition(4).boundaries, microbatch.PlanningOptions()
+    planner = microbatch.IterationPlanner(lengths_of_iteration, table, boundaries, options)
+    store = microbatch.share_store(group)
+    planners = microbatch.RunPlanners(planner, store, group, device, last=1)
+    trainer = microbatch.MicroBatchTrainer(
         model, optimizer, planners, batch_from=PaddedBatch.of, hollow=PaddedBatch.hollow, sizes=sizes, loss=loss
     )
     for iteration in range(2):
         lengths = lengths_of_iteration(iteration)
         torch.manual_seed(iteration)  # equal rows on both ranks
         rows = rows_of(lengths[:, 0].tolist())
-        with tracer.on():
+        with traced(files):
             planner(iteration)  # as a planner's process does
             trainer.fetch(rows, lengths)
         trainer.step(rows, lengths)
@@ -197,7 +176,7 @@ def samples_to_plan(tracer: Tracer) -> None:
     store.close()
 
 
-WALKS: dict[str, Callable[[Tracer], None]] = {
+WALKS: dict[str, Callable[[set[str]], None]] = {
     "product time → units moved": product_time_to_units,
     "layer profile → layer moved": layer_profile_to_layers,
     "lengths → switch": lengths_to_switch,
@@ -205,31 +184,17 @@ WALKS: dict[str, Callable[[Tracer], None]] = {
 }
 
 
-def run_rank(rank: int, port: int, walk: Callable[[Tracer], None], path: str) -> None:
-    """One rank of a training; rank 0 writes its files to ``path``."""
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=NUM_RANKS)
-    torch.set_num_threads(1)
+def run_rank(rank: int, name: str, tell: Callable[[list[str]], None]) -> None:
+    """One rank of a training; rank 0 tells its files."""
     torch.manual_seed(0)
-    tracer = Tracer()
-    walk(tracer)
-    if rank == 0:
-        Path(path).write_text("\n".join(sorted(tracer.files)))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def files_of(walk: Callable[[Tracer], None]) -> set[str]:
-    """The files of the package that run in a training."""
-    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
-        free.bind(("127.0.0.1", 0))
-        port, path = free.getsockname()[1], f"{folder}/files"
-        free.close()
-        torch.multiprocessing.spawn(run_rank, (port, walk, path), nprocs=NUM_RANKS)
-        return set(Path(path).read_text().splitlines())
+    files: set[str] = set()
+    WALKS[name](files)
+    tell(sorted(files))
 
 
 def walks() -> Iterator[tuple[str, list[str]]]:
-    """The name of each walk, and its files."""
-    for name, walk in WALKS.items():
-        files = [Path(file).relative_to(PACKAGE) for file in files_of(walk)]
+    """The name of each walk, and the files of the package that run in it."""
+    for name in WALKS:
+        (traced,) = results_of_ranks(run_rank, NUM_RANKS, name, 1)
+        files = [Path(file).relative_to(PACKAGE) for file in traced]
         yield name, sorted(str(file) for file in files if file.parts[0] not in COMPUTING)

@@ -6,15 +6,12 @@
 from __future__ import annotations
 
 import io
-import itertools
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 import zeroresize as zr
-from vit_examples.harness.run_folder import writable
+from vit_examples.harness.folders import writable
 from zeroresize.utils.files import BestEffort
 
 
@@ -57,31 +54,3 @@ class BalanceLog:
     def close(self) -> None:
         for writer in self._writers:
             writer.close()
-
-
-def plan_begins(records: Sequence[Mapping[str, Any]], *, is_forced: bool = False) -> list[int]:
-    """The step from which the plan of each of a rank's records is in force, until that of the next one is.
-
-    A record is of the plan after its step. The first update of a run changes nothing, as nothing was heard of other
-    ranks until then: its plan is in force from step 0 on.
-
-    Args:
-        is_forced: whether a ratio is forced on named ranks: the plan never changes, so the first record tells of all
-            steps before it, whichever update it is of.
-    """
-    begins = [record["step"] for record in records]
-    if records and (is_forced or records[0].get("update") == 1):
-        begins[0] = 0
-    return begins
-
-
-def mean_of_plans(begins: Sequence[int], shares: Sequence[float], num_steps: int) -> float:
-    """Mean over a run's steps of shares that are in force from their step to the next one's; 0 before the first."""
-    bounds = [*(min(begin, num_steps) for begin in begins), num_steps]
-    held = sum((end - begin) * share for (begin, end), share in zip(itertools.pairwise(bounds), shares, strict=True))
-    return held / max(num_steps, 1)
-
-
-def mean_in_force(records: Sequence[Mapping[str, Any]], name: str, num_steps: int) -> float:
-    """One number of a rank's records, mean over a run's steps; before the first plan that is known it is 0."""
-    return mean_of_plans(plan_begins(records), [record[name] for record in records], num_steps)

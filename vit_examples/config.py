@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from vit_examples.harness.config_reader import ConfigReader
 from vit_examples.harness.sections import LONGEST_TIMEOUT_S, CommonOutputConfig, each_at_least
+from vit_examples.stragglers import StragglerConfig
 from zeroresize.config import BalanceConfig
-from zeroresize.injection.schedule import SCHEDULES, SCOPES, checked_chi, round_robin
 from zeroresize.utils.value_checks import at_least, divides, is_bool, number, one_of
 
 HOSTS = ("colossalai", "torch")
 PRECISIONS = ("fp32", "bf16", "fp16")
 LR_SCHEDULES = ("constant", "cosine")
-STRAGGLER_KINDS = ("none", "sleep", "contend")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +33,11 @@ class ModelConfig:
     mlp_size: int | None = None
     image_size: int = 32
     patch_size: int = 4
-    num_channels: int = 3
     num_labels: int = 10
     position_std: float = 0.02
 
     def __post_init__(self) -> None:
         each_at_least("model", self, ("hidden_size", "depth", "num_heads", "image_size", "patch_size", "num_labels"), 1)
-        if self.num_channels != 3:
-            raise ValueError(f"model.num_channels={self.num_channels!r}: pictures are loaded with 3 channels")
         number("model.position_std", self.position_std, least=0.0)
         if self.mlp_size is None:
             object.__setattr__(self, "mlp_size", 4 * self.hidden_size)
@@ -90,9 +85,7 @@ class DataConfig:
         if not isinstance(self.source, str) or not self.source:
             raise ValueError(f"data.source={self.source!r}: 'mnist5k', a folder or a data set's name is needed")
         is_bool("data.augment", self.augment)
-        for key in ("train_size", "test_size"):
-            if getattr(self, key) is not None:
-                at_least(f"data.{key}", getattr(self, key), 1)
+        each_at_least("data", self, [key for key in ("train_size", "test_size") if getattr(self, key) is not None], 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,64 +128,6 @@ class TrainingConfig:
         one_of("training.lr_schedule", self.lr_schedule, LR_SCHEDULES)
         is_bool("training.activation_checkpointing", self.activation_checkpointing)
         divides("training.batch_size", self.batch_size, "training.accumulation", self.accumulation)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StragglerConfig:
-    """Who is slow, in which epoch, and how.
-
-    Attributes:
-        kind: ``none``, ``sleep`` (after each product) or ``contend`` (χ − 1 processes that share its core).
-        schedule: ``static``, or ``round_robin``: rank ``epoch mod ranks`` in each epoch.
-        chi: straggling skewness χ: with ``static`` a mapping of ranks, counted within the group, to χ; with
-            ``round_robin`` one number.
-        scope: what is slowed: the matrix multiplications (``gemm``) or all of a product (``all``).
-        pin_ratio: if set, each epoch this pruning ratio γ is pinned onto the ranks that the schedule names, and the
-            others are released: a study of accuracy then does not depend on measured times, nor needs ``kind``.
-        from_epoch: the first epoch, counted from 0, in which anybody is slow or pinned.
-    """
-
-    kind: str = "none"
-    schedule: str = "static"
-    chi: dict[int, float] | float = field(default_factory=dict)
-    scope: str = "gemm"
-    pin_ratio: float | None = None
-    from_epoch: int = 0
-
-    def __post_init__(self) -> None:
-        at_least("straggler.from_epoch", self.from_epoch, 0)
-        one_of("straggler.kind", self.kind, STRAGGLER_KINDS)
-        one_of("straggler.schedule", self.schedule, SCHEDULES)
-        one_of("straggler.scope", self.scope, SCOPES)
-        _require_spaces(self.chi)
-        if self.schedule == "static" and not isinstance(self.chi, dict):
-            raise ValueError(f"straggler.chi={self.chi!r}: schedule 'static' needs a mapping such as {{1: 4.0}}")
-        if self.schedule == "round_robin":
-            number("straggler.chi (one number for schedule 'round_robin')", self.chi, least=0.0)
-        if self.pin_ratio is not None:
-            number("straggler.pin_ratio", self.pin_ratio, least=0.0, below=1.0)
-        if (self.kind != "none" or self.pin_ratio is not None) and self.chi == {}:
-            raise ValueError("straggler.chi is empty: name the ranks, for example chi: {1: 4.0}")
-        if self.kind == "none" and self.pin_ratio is None and self.chi != {}:
-            raise ValueError(
-                f"straggler.chi={self.chi!r} with straggler.kind='none': nobody would be slow; set straggler.kind to "
-                f"one of {list(STRAGGLER_KINDS[1:])} (or straggler.pin_ratio), or leave chi empty"
-            )
-
-    def chi_of(self, epoch: int, num_ranks: int) -> dict[int, float]:
-        """χ of the ranks that are slow in ``epoch``."""
-        if epoch < self.from_epoch:
-            return {}
-        return dict(self.chi) if isinstance(self.chi, dict) else dict(round_robin(float(self.chi))(epoch, num_ranks))
-
-    def validate_group_size(self, num_ranks: int) -> None:
-        """Raises ValueError for a rank outside a group of ``num_ranks``, or a χ that is not allowed."""
-        try:
-            checked = checked_chi(self.chi_of(self.from_epoch, num_ranks), num_ranks)
-        except ValueError as error:
-            raise ValueError(f"straggler.{error}") from error
-        if self.kind == "contend" and not all(chi.is_integer() for chi in checked.values()):
-            raise ValueError(f"straggler.chi={self.chi!r}: with straggler.kind='contend' χ is a whole number")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,20 +174,12 @@ class RunConfig:
 
     def validate_group_size(self, num_ranks: int) -> None:
         """Raises ValueError for what ``num_ranks`` tensor-parallel ranks cannot run."""
-        self.model.validate_group_size(num_ranks)
-        self.straggler.validate_group_size(num_ranks)
+        for section in (self.model, self.straggler):
+            section.validate_group_size(num_ranks)
         try:
             self.balance.validate_group_size(num_ranks)
         except ValueError as error:
             raise ValueError(f"balance.{error}") from error
-
-
-def _require_spaces(chi: Any) -> None:
-    """Refuse what YAML makes of ``{1:4.0}``: a mapping from the text ``1:4.0`` to nothing."""
-    joined = [key for key in chi if isinstance(key, str) and ":" in key] if isinstance(chi, dict) else []
-    if joined:
-        meant = ", ".join(": ".join(key.split(":", 1)) for key in joined)
-        raise ValueError(f"straggler.chi={chi!r} is not allowed: write {{{meant}}}, with a space after the colon")
 
 
 READER = ConfigReader(

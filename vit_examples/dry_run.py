@@ -121,7 +121,7 @@ def activation_bytes(config: RunConfig, part: _Part) -> int:
     of_layers = model.depth * of_layer
     if training.activation_checkpointing:
         of_layers = model.depth * model.hidden_size + of_layer
-    of_picture = model.num_tokens * (of_layers + model.hidden_size + 2) + model.num_channels * model.image_size**2
+    of_picture = model.num_tokens * (of_layers + model.hidden_size + 2) + 3 * model.image_size**2
     return num_pictures * of_picture * (4 if training.precision == "fp32" else 2)
 
 

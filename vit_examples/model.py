@@ -34,7 +34,6 @@ def build_vit(model: ModelConfig, *, num_ranks: int, seed: int, device: str = "c
         intermediate_size=model.mlp_size,
         image_size=model.image_size,
         patch_size=model.patch_size,
-        num_channels=model.num_channels,
         num_labels=model.padded_labels(num_ranks),
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,

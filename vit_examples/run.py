@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import subprocess
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,9 @@ import torch.distributed as dist
 
 import zeroresize as zr
 from vit_examples.balance_log import BalanceLog
+from vit_examples.batches import num_batches
 from vit_examples.config import RunConfig
-from vit_examples.contention import Contention
-from vit_examples.data import Split, load_splits, num_batches
+from vit_examples.data import Split, load_splits
 from vit_examples.harness.checkpoints import load_checkpoint, save_checkpoint
 from vit_examples.harness.program import agreed
 from vit_examples.harness.run_folder import RunRecord, begin_run
@@ -135,42 +134,3 @@ def commit_of_code() -> str:
         return git("rev-parse", "--short", "HEAD") + ("-dirty" if changes else "")
     except (OSError, subprocess.CalledProcessError):
         return ""
-
-
-class Stragglers:
-    """Applies the section ``straggler``; call :meth:`set_epoch` alike on every rank before each epoch.
-
-    Args:
-        slowness: an injector, or contention; None where nobody is slowed.
-    """
-
-    def __init__(self, run: Run, slowness: zr.StragglerInjector | Contention | None) -> None:
-        self._run, self._slowness = run, slowness
-
-    def set_epoch(self, epoch: int) -> None:
-        """Slow, or pin, the ranks of ``epoch``."""
-        config, host = self._run.config.straggler, self._run.host
-        chi = config.chi_of(epoch, host.num_ranks)
-        if isinstance(self._slowness, Contention):
-            self._slowness.chi = max(chi.get(dist.get_rank(host.tp_group), 1.0), 1.0)
-        elif self._slowness is not None:
-            self._slowness.set_epoch(epoch)
-        if config.pin_ratio is not None:
-            self._run.balancer.release()
-            for rank in chi:
-                self._run.balancer.pin(rank, config.pin_ratio)
-
-
-@contextmanager
-def stragglers(run: Run) -> Iterator[Stragglers]:
-    """The run's stragglers; their slowness ends with the context."""
-    config, host = run.config.straggler, run.host
-    slowness: zr.StragglerInjector | Contention | None = None
-    if config.kind == "contend":
-        slowness = Contention(core_index=dist.get_rank(), device=next(host.model.parameters()).device)
-    elif config.kind == "sleep":
-        slowness = zr.StragglerInjector(
-            host.model, process_group=host.tp_group, schedule=config.chi_of, scope=config.scope
-        )
-    with slowness or nullcontext():
-        yield Stragglers(run, slowness)

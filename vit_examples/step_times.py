@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -23,11 +23,10 @@ class StepClock:
 
     Attributes:
         seconds: of this process's steps.
-        is_of_each: whether they are measured step by step.
     """
 
     def __init__(self, device: torch.device, before: Sequence[Sequence[float]] = ()) -> None:
-        self.is_of_each = device.type != "cuda"
+        self._is_of_each = device.type != "cuda"
         self._before, self.seconds = before, list[float]()
         self._pending = self._num_told = 0
 
@@ -43,7 +42,7 @@ class StepClock:
     def tick(self) -> None:
         """A step is over."""
         self._pending += 1
-        if self.is_of_each:
+        if self._is_of_each:
             self._time_pending()
 
     def lap(self) -> float:
@@ -62,48 +61,36 @@ class StepClock:
 
 @dataclass(frozen=True)
 class TimedSteps:
-    """Steps that were timed together; one by one where the run tells it.
+    """Steps that were timed together, those between two lines of ``metrics.jsonl``.
 
     Attributes:
-        begin, end: the first of them, and the one after the last.
-        seconds: their mean; None where they were not timed.
+        begin, end: the first of them, and the step after the last.
+        seconds: their mean.
         from_step: the first step of the process that made them.
     """
 
     begin: int
     end: int
-    seconds: float | None
-    from_step: int = 0
+    seconds: float
+    from_step: int
 
 
 def timed_steps(lines: Iterable[Mapping[str, Any]]) -> list[TimedSteps]:
-    """All steps of a run, in order.
-
-    An epoch that has ended tells each step's time, if the run knows it. Else the lines of logged steps tell means.
-    """
-    ended: list[TimedSteps] = []
-    logged: list[TimedSteps] = []  # of the epoch that goes on
-    end = from_step = 0
+    """All steps of a run, in order, by its lines of logged steps."""
+    steps: list[TimedSteps] = []
+    end = 0
     for line in lines:
         if line["kind"] == "step":
-            logged.append(TimedSteps(end, line["step"] + 1, line["step_s"], from_step))
-            end = line["step"] + 1
-        elif line["kind"] == "epoch":
-            end = line["step"] + 1
-            from_step = line.get("from_step", from_step)
-            begin = end - len(line.get("seconds", ()))
-            each = [TimedSteps(step, step + 1, one) for step, one in enumerate(line.get("seconds", ()), begin)]
-            ended += [replace(timed, from_step=from_step) for timed in each or logged]
-            logged = []
-    return ended + logged
+            begin, end = end, line["step"] + 1
+            steps.append(TimedSteps(begin, end, line["step_s"], line["from_step"]))
+    return steps
 
 
 def seconds_by_process(steps: Sequence[TimedSteps]) -> list[list[float]]:
-    """Seconds of every step that was timed, one list for each process that trained a part of the run."""
+    """Seconds of every step, one list for each process that trained a part of the run."""
     by_process = groupby(steps, key=lambda timed: timed.from_step)
     return [
-        [timed.seconds for timed in of_process for _ in range(timed.end - timed.begin) if timed.seconds is not None]
-        for _, of_process in by_process
+        [timed.seconds for timed in of_process for _ in range(timed.end - timed.begin)] for _, of_process in by_process
     ]
 
 

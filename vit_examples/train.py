@@ -23,14 +23,15 @@ import torch
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from vit_examples.batches import test_batches, training_batches
 from vit_examples.config import READER, RunConfig
-from vit_examples.data import test_batches, training_batches
 from vit_examples.dry_run import dry_run
 from vit_examples.harness.program import left_together, of_all_ranks, run_program
 from vit_examples.harness.run_folder import how_to_go_on
 from vit_examples.model import classification_loss, num_correct
-from vit_examples.run import Run, commit_of_code, prepare, stragglers
+from vit_examples.run import Run, commit_of_code, prepare
 from vit_examples.step_times import timing
+from vit_examples.stragglers import stragglers
 
 #: Of whom an epoch's line has the mean share that a rank did not compute, by itself.
 MOST_RANKS_SHOWN = 16
@@ -40,9 +41,9 @@ def train(run: Run) -> None:
     """All epochs that are left, and the summary, which rank 0 writes."""
     config, host = run.config, run.host
     accuracy, commit = math.nan, commit_of_code()  # now: by the end the files may be others
-    with stragglers(run) as slow, run.record or nullcontext():
+    with stragglers(run) as set_epoch, run.record or nullcontext():
         while run.epochs < config.training.epochs:
-            slow.set_epoch(run.epochs)
+            set_epoch(run.epochs)
             loss = train_epoch(run)
             if config.balance.iters_per_epoch is None:
                 run.balancer.epoch_end()
@@ -101,7 +102,8 @@ def train_epoch(run: Run) -> float:
             run.trace.append(balance["balance/relieved"])
             if run.record is not None:
                 numbers = {"loss": losses[-1].item(), "lr": lr, "step_s": step_s, **balance}
-                run.record.write("metrics", {"kind": "step", "epoch": epoch, "step": step, **numbers})
+                place = {"kind": "step", "epoch": epoch, "step": step, "from_step": run.first_step}
+                run.record.write("metrics", {**place, **numbers})
                 run.record.plot(numbers, "train/", step)
     return torch.stack(losses).mean().item()
 
@@ -143,9 +145,8 @@ def report_epoch(run: Run, loss: float, accuracy: float) -> None:
     numbers = {"loss": loss, "step_ms": step_ms, "mean_step_ms": mean_step_ms, "test_accuracy": accuracy}
     by_rank = list(zip(*ratios, strict=True))[:MOST_RANKS_SHOWN]
     numbers |= {f"ratio_rank{rank}": statistics.mean(shares) for rank, shares in enumerate(by_rank)}
-    line = {"kind": "epoch", "epoch": run.epochs - 1, "step": run.steps - 1, "from_step": run.first_step, **numbers}
-    times = {"seconds": [round(step_s, 6) for step_s in seconds]} if run.clock.is_of_each else {}
-    run.record.write("metrics", {**line, "ratios": ratios, **times})
+    place = {"kind": "epoch", "epoch": run.epochs - 1, "step": run.steps - 1}
+    run.record.write("metrics", {**place, **numbers, "ratios": ratios})
     run.record.plot(numbers, "epoch/", run.steps - 1)
     work = [1.0 - ratio for ratio in ratios[-1]]
     shown = " ".join(f"{share:.2f}" for share in work) if len(work) <= 8 else f"{min(work):.2f}–{max(work):.2f}"

@@ -18,9 +18,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from scripts.bench.common import parser_of, show
+from scripts.simulated.cluster import Cluster, Speeds
 from scripts.simulated.noise import Noise
 from scripts.simulated.spells import COST, LONGEST, SEGMENTS, Outcome, Spell, drawn, outcome
-from scripts.simulated.training import Cluster, Speeds, simulate, unbalanced_step_s
+from scripts.simulated.training import simulate, unbalanced_step_s
 from zeroresize.config import BalanceConfig
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.tensor.costs import MigrationCost

@@ -14,7 +14,6 @@ import platform
 import statistics
 import tempfile
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,12 +27,6 @@ from rich.table import Table
 from torch import nn
 
 import zeroresize as zr
-from zeroresize.conversion import balanced_layers
-from zeroresize.injection.delay import HostDelay
-from zeroresize.injection.slow_layers import SlowLayers
-from zeroresize.policy.tensor.rules.ownership import work_conserving_bound_s
-
-# ---------------------------------------------------------------------------------------------------- options, tables
 
 
 def parser_of(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
@@ -58,26 +51,19 @@ def show(title: str, headings: Sequence[str], rows: Sequence[Sequence[Any]], wid
     Console(width=width).print(table)
 
 
-def machine() -> dict[str, str]:
-    """Where and when a figure was taken."""
-    return {
+def save(name: str, result: Mapping[str, Any]) -> None:
+    """Write a benchmark's result as JSON under runs/bench, with where and when it was taken."""
+    machine = {
         "date": datetime.date.today().isoformat(),
         "processor": f"{platform.machine()}, {os.cpu_count()} cores",
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-
-
-def save(name: str, result: Mapping[str, Any]) -> None:
-    """Write a benchmark's result as JSON under runs/bench."""
     folder = Path("runs/bench")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    path.write_text(json.dumps({**machine(), **result}, indent=1), encoding="utf-8")
+    path.write_text(json.dumps({**machine, **result}, indent=1), encoding="utf-8")
     print(f"written to {path}")
-
-
-# -------------------------------------------------------------------------------------------------------------- ranks
 
 
 def join_ranks(*, rank: int, world_size: int, **options: Any) -> torch.device:
@@ -157,55 +143,6 @@ class FeedForward(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
-def slowness_of(model: nn.Module) -> SlowLayers:
-    """How slow a converted model's multiplications are made, once it is entered: sleeps after each of them.
-
-    They are slowed by their CPU time, as ranks may share a core and would be held up the longer for having lost it.
-    """
-    layers = list(balanced_layers(model).values())
-    return SlowLayers(layers, "gemm", HostDelay(work_clock=time.thread_time))
-
-
-def shortest_step_s(balancer: zr.Balancer, chis: Sequence[float], homogeneous_s: float) -> float:
-    """T*, seconds: products are shared out by speed; collective.
-
-    What a rank takes is what those of χ = 1 took in the last interval; collectives cost nothing more.
-    """
-    metrics = balancer.metrics()
-    busy_s, gemm_s = (
-        statistics.fmean(
-            seconds for seconds, chi in zip(gather_from_ranks(metrics[name]), chis, strict=True) if chi == 1
-        )
-        for name in ("balance/busy_s", "balance/gemm_s")
-    )
-    rest_s = [busy_s - gemm_s] * len(chis)
-    least_s = work_conserving_bound_s(rest_s, [gemm_s * chi for chi in chis], [0.0] * len(chis))
-    return homogeneous_s - busy_s + least_s
-
-
-# ------------------------------------------------------------------------------------------------------ times, ratios
-
-
-class TimedSteps(ABC):
-    """Steps of training whose wall seconds are taken while all ranks make them together."""
-
-    @abstractmethod
-    def step(self) -> float:
-        """Make a training step and return the loss."""
-
-    def timed_step(self) -> float:
-        """Return the wall seconds of a step that all ranks begin together."""
-        dist.barrier()
-        begin = time.perf_counter()
-        self.step()
-        return time.perf_counter() - begin
-
-    def window(self, num_steps: int) -> list[float]:
-        """Return the wall seconds of some steps after one that is not counted."""
-        self.step()
-        return [self.timed_step() for _ in range(num_steps)]
 
 
 def time_slowest_rank(call: Callable[[], object]) -> float:

@@ -20,16 +20,10 @@ import numpy as np
 
 from lm_examples.microbatches.tasks import padding_efficiency
 from scripts.bench.common import parser_of, save, show
-from scripts.simulated.modelled_pipelines import batches_of, costs_of, paper_model, pipeline_of, powers, row_lengths
+from scripts.simulated.modelled_pipelines import MODELS, batches_of, costs_of, powers, row_lengths
 from zeroresize.policy.microbatches.costs import StageCosts
 from zeroresize.policy.microbatches.cuts import Segments, fill_of, ordered, shortest_cuts
-from zeroresize.policy.microbatches.plan import (
-    DoesNotFitError,
-    Floats,
-    Indices,
-    IterationPlan,
-    PlanningOptions,
-)
+from zeroresize.policy.microbatches.plan import DoesNotFitError, Floats, Indices, IterationPlan, PlanningOptions
 from zeroresize.policy.microbatches.planning import plan_iteration
 
 BASELINES = {"packing": powers(32), "fixed": powers(128), "tokens": powers(32768, 256)}
@@ -62,8 +56,8 @@ def over_optimum(lengths: Indices, costs: StageCosts) -> float:
 
 
 def row_of(kind: str, num_stages: int, longest: int, number: int, num_exact: int) -> dict[str, Any]:
-    model = paper_model(kind, 8)
-    costs = {"none": costs_of(model, pipeline_of(model, num_stages), longest)["none"]}
+    model = MODELS[kind]
+    costs = {"none": costs_of(model, num_stages, longest)}
     options = PlanningOptions(schedule="1f1b", num_clusters=1, row_lengths=row_lengths(model, longest))
     ratios: dict[str, list[float]] = defaultdict(list)
     padding: dict[str, list[Floats]] = defaultdict(list)
@@ -95,7 +89,7 @@ def row_of(kind: str, num_stages: int, longest: int, number: int, num_exact: int
 def main() -> None:
     options = parser_of(__doc__, batches=250, exact=25, max_length=4096).parse_args()
     rows, times, padding = [], [], []
-    for kind, num_stages in itertools.product(("gpt", "t5"), (4, 8)):
+    for kind, num_stages in itertools.product(MODELS, (4, 8)):
         row = row_of(kind, num_stages, options.max_length, options.batches, options.exact)
         print(row, flush=True)
         mean, most = row["ratios"]["optimum"]

@@ -17,102 +17,46 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import zeroresize as zr
-from scripts.bench.colossalai_ranks import ColossalAIRanks, Trainer
-from scripts.bench.common import (
-    gather_from_ranks,
-    in_turns,
-    interval_of_ratio,
-    parser_of,
-    save,
-    shortest_step_s,
-    show,
-    slowness_of,
-)
-from vit_examples.config import ModelConfig
+from scripts.bench.balanced_copies import Copy, shortest_step_s
+from scripts.bench.common import in_turns, interval_of_ratio, parser_of, pin_to_core, save, show
+from vit_examples.config import ModelConfig, RunConfig, TrainingConfig
 from vit_examples.contention import Contention
-from zeroresize.injection.slow_layers import SlowLayers
+from vit_examples.host_colossalai import ColossalAIHost
 
 MODES = ("exact", "mig", "zero-rd", "zero-pri", "zero-pridiff", "semi")
-_SHARES = ("pruned", "lent", "owned")
-
-
-@dataclass
-class Copy:
-    """A model in training under one configuration.
-
-    Attributes:
-        shares: [steps][3] of this rank, as _SHARES, in the steps of the last windows.
-        predicted_s: of the plan then in force.
-    """
-
-    trainer: Trainer
-    balancer: zr.Balancer
-    slowness: SlowLayers
-    shares: list[list[float]]
-    predicted_s: float = 0.0
-
-    def window(self, num_steps: int) -> list[float]:
-        """Seconds of some steps after one that is not counted."""
-        self.trainer.step()
-        seconds = []
-        for _ in range(num_steps):
-            self.predicted_s = self.balancer.plan.predicted_step_s
-            seconds.append(self.trainer.timed_step())
-            metrics = self.balancer.metrics()
-            self.shares.append([metrics[f"balance/{name}_share"] for name in _SHARES])
-        return seconds
-
-    def pinned(self, rank: int, ratio: float, num_steps: int) -> list[float]:
-        """The same with a rank's ratio held."""
-        self.balancer.pin(rank, ratio)
-        try:
-            return self.trainer.window(num_steps)
-        finally:
-            self.balancer.release()
-
-    def updates(self, number: int) -> list[float]:
-        """What the plan after each update spares the last rank."""
-        spared = []
-        for _ in range(number):
-            for _ in range(self.balancer.config.update_every):
-                self.trainer.step()
-            plan = self.balancer.plan.ranks[-1]
-            spared.append(1.0 - plan.owned * (1.0 - plan.spared))
-        return spared
-
-    def group_shares(self) -> dict[str, float]:
-        """Shares of the group's products that are dropped, lent, and computed away from home; collective."""
-        pruned, lent, owned = map(statistics.median, zip(*self.shares, strict=True))
-        here = {"dropped": pruned * owned, "lent": lent * owned, "moved": max(owned - 1.0, 0.0)}
-        return {name: statistics.fmean(gather_from_ranks(share)) for name, share in here.items()}
 
 
 class Bench:
     """A copy a mode, one in mode "off", and who is slow."""
 
     def __init__(self, options: Any, stack: ExitStack) -> None:
-        self.ranks = ColossalAIRanks(pin=options.kind == "sleep")  # contention pins by itself
         self.everyone, self.copies = options.everyone, dict[str, Copy]()
-        shape = ModelConfig(hidden_size=options.hidden, depth=options.depth, num_heads=options.heads)
+        model = ModelConfig(hidden_size=options.hidden, depth=options.depth, num_heads=options.heads)
+        training = TrainingConfig(batch_size=options.batch, lr=1e-4)
         for mode in ("off", *options.modes):
-            trainer = self.ranks.trainer(shape, batch_size=options.batch)
-            config = zr.BalanceConfig(mode=mode, update_every=options.update_every)
-            balancer = self.ranks.balance(trainer, config)
-            self.copies[mode] = Copy(trainer, balancer, slowness_of(trainer.model), [])
-        self.contention = Contention(core_index=self.ranks.rank) if options.kind == "contend" else None
+            balance = zr.BalanceConfig(mode=mode, update_every=options.update_every)
+            config = RunConfig(timeout_s=1800.0, model=model, training=training, balance=balance)
+            if not self.copies:
+                ColossalAIHost.join(config)
+                torch.set_num_threads(1)
+                if options.kind == "sleep":  # contention pins by itself
+                    pin_to_core()
+            self.copies[mode] = Copy(config)
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        self.contention = Contention(core_index=self.rank) if options.kind == "contend" else None
         for slowness in [self.contention] if self.contention else [copy.slowness for copy in self.copies.values()]:
             stack.enter_context(slowness)
 
     def slow(self, chi: float, *copies: Copy) -> None:
         """Make the last rank slow, in these copies or in all."""
-        slowness = chi if self.ranks.rank == self.ranks.num_ranks - 1 else 1.0
+        slowness = chi if self.rank == self.num_ranks - 1 else 1.0
         if self.contention is not None:
             self.contention.chi = slowness
         for copy in copies or self.copies.values():
@@ -123,7 +67,7 @@ class Bench:
 
     def compare(self, chi: float, ratios: Sequence[float], rounds: int, num_steps: int) -> dict[str, list[float]]:
         """Seconds of the steps in every setting, all taking turns."""
-        off, last = self.copies["off"], self.ranks.num_ranks - 1
+        off, last = self.copies["off"], self.num_ranks - 1
         for copy in self.copies.values():
             copy.shares.clear()
 
@@ -146,7 +90,7 @@ class Bench:
 def report(bench: Bench, chi: float, seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     homogeneous_s = medians["homogeneous"]
-    chis = [1.0] * (bench.ranks.num_ranks - 1) + [chi]
+    chis = [1.0] * (bench.num_ranks - 1) + [chi]
     bound_s = shortest_step_s(bench.copies["off"].balancer, chis, homogeneous_s)
     rows, cells = [], []
     for name, step_s in medians.items():
@@ -160,7 +104,7 @@ def report(bench: Bench, chi: float, seconds: dict[str, list[float]]) -> list[di
         share_cells = [f"{shares[what]:.3f}" if shares else "" for what in ("moved", "lent", "dropped")]
         interval = f"[{low:.3f}, {high:.3f}]"
         cells.append([name, f"{row['step']:.3f}", interval, f"{row['to_bound']:.3f}", *share_cells, predicted])
-    if bench.ranks.rank == 0:
+    if bench.rank == 0:
         title = f"χ = {chi:g}: homogeneous {1e3 * homogeneous_s:.0f} ms, T* {bound_s / homogeneous_s:.3f} of it"
         headings = ["mode", "step / homogeneous", "95 %", "step / T*", "moved", "lent", "dropped"]
         show(title, [*headings, "predicted / measured"], cells)
@@ -185,10 +129,10 @@ def main() -> None:
             rows += report(bench, chi, bench.compare(chi, options.ratios, options.rounds, options.steps))
             bench.slow(1.0)
             traces["recovers"] = bench.updates(4)
-            for name, spared in traces.items() if bench.ranks.rank == 0 else ():
+            for name, spared in traces.items() if bench.rank == 0 else ():
                 for mode, values in spared.items():
                     print(f"χ = {chi:g}, {mode}, spared when it {name}: " + " ".join(f"{own:.2f}" for own in values))
-    if bench.ranks.rank == 0:
+    if bench.rank == 0:
         save("modes", {"arguments": vars(options), "rows": rows})
     dist.destroy_process_group()
 

@@ -19,63 +19,56 @@ from zeroresize.injection import SlowOps
 from zeroresize.measure import clocks
 
 
-class _Sleep(torch.autograd.Function):
-    """y = x and dx = dy, after ``sleep(seconds)`` in forward and ``sleep(2 * seconds)`` in backward."""
+class _Pass(torch.autograd.Function):
+    """y = x and dx = dy, after ``pass_s(seconds)`` in forward and ``pass_s(2 * seconds)`` in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sleep: Callable[[float], None], seconds: float) -> Tensor:
-        ctx.sleep, ctx.seconds = sleep, seconds
-        sleep(seconds)
+    def forward(ctx: Any, x: Tensor, pass_s: Callable[[float], None], seconds: float) -> Tensor:
+        ctx.pass_s, ctx.seconds = pass_s, seconds
+        pass_s(seconds)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        ctx.sleep(2 * ctx.seconds)
+        ctx.pass_s(2 * ctx.seconds)
         return gradients[0].clone(), None, None
-
-
-def sleep_beside(x: Tensor, sleep: Callable[[float], None], seconds: float) -> Tensor:
-    """Return ``x``, delayed: forward calls ``sleep(seconds)`` and backward ``sleep(2 * seconds)``."""
-    return _Sleep.apply(x, sleep, seconds)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @dataclass
 class Pace:
-    """What this rank's step takes: seconds of its parts, and how they are slowed now."""
+    """What this rank's step takes by a clock that only its parts move, and how they are slowed now.
+
+    Attributes:
+        product_s, host_s, loader_s: seconds of its parts; 0 where they compute.
+        noise: standard deviation of the logarithm of a step's time.
+        step_s: of the whole, without waits, when nobody is slow.
+    """
 
     product_s: float
     host_s: float
     loader_s: float
-    is_virtual: bool = False
-    noise: float = 0.0  # standard deviation of the logarithm of a step's time, if that is virtual
-    draw: Any = None
+    noise: float
+    draw: np.random.Generator
     now_s: float = 0.0
     factor: float = 1.0
-    step_s: float = 0.0  # of the whole, without waits, when nobody is slow
+    step_s: float = 0.0
     cause: str = ""
     chi: float = 1.0
 
     def begin_step(self) -> None:
         """Draw how long this step takes; one of a hundred is interrupted for as long as ten."""
-        if self.is_virtual:
-            self.factor = float(np.exp(self.draw.normal(0.0, self.noise))) * (
-                10.0 if self.draw.random() < 0.01 else 1.0
-            )
+        self.factor = float(np.exp(self.draw.normal(0.0, self.noise))) * (10.0 if self.draw.random() < 0.01 else 1.0)
 
-    def let_pass(self, seconds: float) -> None:
-        if self.is_virtual:
-            self.now_s += seconds * self.factor
-        else:
-            time.sleep(seconds)
+    def pass_product(self, seconds: float) -> None:
+        self.now_s += seconds * (self.chi if self.cause == "products" else 1.0) * self.factor
 
-    def sleep_product(self, seconds: float) -> None:
-        self.let_pass(seconds * (self.chi if self.cause == "products" else 1.0))
-
-    def sleep_more(self, cause: str, seconds: float) -> None:
-        """Sleep for a part that is no product, and for what slows it."""
+    def pass_other(self, cause: str, seconds: float) -> None:
+        """Let a part pass that is no product, and what slows it; where parts compute, what slows it is slept."""
         more_s = (self.chi - 1.0) * self.step_s if self.cause == cause else 0.0
-        if seconds + more_s > 0.0:
-            self.let_pass(seconds + more_s)
+        if self.product_s:
+            self.now_s += (seconds + more_s) * self.factor
+        else:
+            time.sleep(more_s)
 
 
 class Product(nn.Linear):
@@ -85,7 +78,7 @@ class Product(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
-        return sleep_beside(y, self.pace.sleep_product, self.pace.product_s) if self.pace.product_s else y
+        return _Pass.apply(y, self.pace.pass_product, self.pace.product_s) if self.pace.product_s else y
 
 
 class Host(nn.Module):
@@ -96,7 +89,7 @@ class Host(nn.Module):
         self.pace, self.cause = pace, "host" if is_first else "nothing"
 
     def forward(self, x: Tensor) -> Tensor:
-        self.pace.sleep_more(self.cause, self.pace.host_s)
+        self.pace.pass_other(self.cause, self.pace.host_s)
         return nn.functional.gelu(x)
 
 
@@ -114,22 +107,21 @@ class Training:
     """DDP training of one rank."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        sleeping = arguments.work != "computing"
         is_virtual = arguments.work == "virtual"
-        self.pace = Pace(*((0.0015, 0.0005, 0.003) if sleeping else (0.0, 0.0, 0.0)), is_virtual, arguments.noise)
-        self.pace.draw = np.random.default_rng((arguments.seed, dist.get_rank()))
+        draw = np.random.default_rng((arguments.seed, dist.get_rank()))
+        self.pace = Pace(*((0.0015, 0.0005, 0.003) if is_virtual else (0.0, 0.0, 0.0)), arguments.noise, draw)
         if is_virtual:
             clocks.time = types.SimpleNamespace(perf_counter=lambda: self.pace.now_s)  # type: ignore[attr-defined]
         self.model = DistributedDataParallel(make_model(arguments, self.pace))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        self.x = torch.randn(4 if sleeping else arguments.tokens, arguments.hidden)
-        self.ops = SlowOps(scope="gemm") if not sleeping else None
+        self.x = torch.randn(4 if is_virtual else arguments.tokens, arguments.hidden)
+        self.ops = None if is_virtual else SlowOps(scope="gemm")
         if self.ops is not None:
             self.ops.__enter__()
 
     def step(self) -> None:
         self.pace.begin_step()
-        self.pace.sleep_more("loader", self.pace.loader_s)
+        self.pace.pass_other("loader", self.pace.loader_s)
         self.model(self.x).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()

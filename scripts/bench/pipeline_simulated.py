@@ -24,8 +24,9 @@ import numpy as np
 
 from scripts.bench.common import parser_of, save, show
 from scripts.simulated import changing_layers
-from scripts.simulated.pipeline_training import LayerLoads, PipelineCluster, simulate_oracle, simulate_pipeline
-from scripts.simulated.pipeline_training import PipelineTrace as Trace
+from scripts.simulated.pipeline_training import simulate_oracle, simulate_pipeline
+from scripts.simulated.pipelines import LayerLoads, PipelineCluster
+from scripts.simulated.pipelines import PipelineTrace as Trace
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.pipeline.division import PipelineLoad, shortest_partition

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.progress import track
 
@@ -24,8 +23,6 @@ from scripts.bench.common import parser_of, show
 from scripts.simulated.figures import Figures, mean_figures
 from scripts.simulated.scenario import CALIBRATIONS, COURSES, NOISES, Scenario
 from zeroresize.config import BalanceConfig
-from zeroresize.config.paper import nested
-from zeroresize.utils.yaml_values import load_yaml, yaml_mistake
 
 MODES = ("zero-pri", "mig", "semi")
 OSCILLATING = ("each in turn, 1 update", "2 updates on, 2 off", "1 update on, 3 off")
@@ -96,8 +93,12 @@ def as_row(section: str, scenario: Scenario, mode: str, mean: Figures) -> dict[s
     }
 
 
-#: Columns that tell which line it is.
+#: Columns that tell which line it is, and those that the table shows beside them.
 KEYS = ("section", "scenario", "mode", "ranks", "every", "noise", "calibration", "products")
+SHOWN = (
+    "step / off", "step / homogeneous", "false starts", "spared falsely", "settled, median", "settled, worst", "swing",
+    "released, median", "released, worst", "never released", "dropped", "lent",
+)  # fmt: skip
 
 
 def key_of(row: dict[str, Any]) -> tuple[str, ...]:
@@ -106,73 +107,28 @@ def key_of(row: dict[str, Any]) -> tuple[str, ...]:
 
 def print_table(rows: Sequence[dict[str, Any]], before: dict[tuple[str, ...], dict[str, str]]) -> None:
     """The table, section by section; in brackets what it was before, where that differs."""
-    figures = ("step / off", "step / hom.", "false starts", "spared falsely", "settled", "swing", "released")
     for section, rows_of_section in itertools.groupby(rows, key=lambda row: row["section"]):
         lines = []
         for row in rows_of_section:
-            new, old = cells(row), cells(before.get(key_of(row), row))
-            compared = [now if now == then else f"{now} ({then})" for now, then in zip(new, old, strict=True)]
-            products = "" if section != "few products" else f", products {100 * row['products']:.0f} %"
-            lines.append([row["scenario"] + products, *(row[name] for name in KEYS[2:7]), *compared])
-        show(section, (*KEYS[1:7], *figures, "dropped", "lent"), lines, width=250 if before else 190)
+            pairs = zip(cells(row), cells(before.get(key_of(row), row)), strict=True)
+            lines.append([*key_of(row)[1:], *(new if new == old else f"{new} ({old})" for new, old in pairs)])
+        show(section, (*KEYS[1:], *SHOWN), lines, width=300 if before else 230)
 
 
 def cells(row: dict[str, Any]) -> list[str]:
     """The figures of a row as the table shows them, from numbers or from what a CSV file says."""
-
-    def number(name: str, digits: int) -> str:
-        value = float(row[name])
-        return "-" if math.isnan(value) else f"{value:.{digits}f}"
-
-    def median_and_worst(name: str) -> str:
-        median, worst = number(f"{name}, median", 0), number(f"{name}, worst", 0)
-        return median if median == worst else f"{median} to {worst}"
-
-    some = f", {row['never released']} of {row['recoveries']} never" if int(row["never released"]) else ""
-    return [
-        number("step / off", 3),
-        number("step / homogeneous", 3),
-        number("false starts", 1),
-        f"{number('spared falsely', 4)}, ≤ {number('at most', 2)}" if float(row["at most"]) else "0",
-        median_and_worst("settled"),
-        number("swing", 3),
-        median_and_worst("released") + some,
-        number("dropped", 3),
-        number("lent", 3),
-    ]
-
-
-def configs_of(modes: Sequence[str], changes: Sequence[str]) -> dict[str, BalanceConfig]:
-    """Build the configuration of each mode, with ``KEY=VALUE`` changed.
-
-    Raises:
-        ValueError: if a change is not written so, or not allowed in one of the modes.
-    """
-    values = {"mode": "off"}
-    for change in changes:
-        key, separator, value = change.partition("=")
-        if not key or not separator:
-            raise ValueError(f"{change!r}: expected KEY=VALUE, as tolerance=0.2")
-        try:
-            values[key] = load_yaml(value)
-        except yaml.YAMLError as error:
-            raise ValueError(yaml_mistake(error)) from error
-    return {mode: BalanceConfig.from_dict(nested(values | {"mode": mode})) for mode in modes}
+    return [f"{float(row[name]):.3f}" for name in SHOWN]
 
 
 def main() -> None:
     parser = parser_of(__doc__, quick=False, seeds=0)
     parser.add_argument("--only", nargs="+", choices=sections(quick=True), help="sections")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of BalanceConfig")
     parser.add_argument("--csv", type=Path, help="write the figures here, unrounded")
     parser.add_argument("--before", type=Path, help="a CSV file of another version, to compare with")
     arguments = parser.parse_args()
     seeds, before = arguments.seeds or (2 if arguments.quick else 8), {}
-    try:
-        configs = configs_of(arguments.modes, arguments.set)
-    except ValueError as error:
-        parser.error(f"argument --set: {error}")
+    configs = {mode: BalanceConfig(mode=mode) for mode in MODES}
     if arguments.before:
         before = {key_of(row): row for row in csv.DictReader(arguments.before.read_text("utf-8").splitlines())}
     chosen = [

@@ -2,11 +2,11 @@
 
 ``find``: a model under DDP on real ranks, of which one is slow for a while, again and again: by its products, its data
 loader, or its host (a module that is no product). Of the products, χ is how many times as long they take; of the other
-two, how many times as long the rank's whole step takes. With ``--work sleeping`` all parts of a step sleep for known
-times, so that more ranks than cores are no matter. With ``--work virtual`` a clock that only they move tells the times,
-with noise that is drawn, so that other work on the machine is no matter either. With ``--work computing`` products are
-real ones. ``--slow`` counts steps of a spell, ``--still`` those after it. ``still``: ``--steps`` without any slow rank.
-``cost``: blocks of steps with and without a watch in turn, and without in turn with without.
+two, how many times as long the rank's whole step takes. With ``--work virtual`` a clock that only a step's parts move
+tells the times, with noise that is drawn: more ranks than cores and other work on the machine are no matter. With
+``--work computing`` products are real ones. ``--slow`` counts steps of a spell, ``--still`` those after it.
+``still``: ``--steps`` without any slow rank. ``cost``: blocks of steps with and without a watch in turn, and without in
+turn with without.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def main() -> None:
     defaults |= {"still": 100, "steps": 5000, "rounds": 60, "block": 50, "layers": 2, "hidden": 256, "tokens": 256}
     parser = parser_of(__doc__, **defaults, update_every=10, seed=0)
     parser.add_argument("what", choices=RUNS)
-    parser.add_argument("--work", choices=("sleeping", "virtual", "computing"), default="sleeping")
+    parser.add_argument("--work", choices=("virtual", "computing"), default="virtual")
     parser.add_argument("--causes", nargs="+", choices=CAUSES, default=list(CAUSES))
     arguments = parser.parse_args()
     for num_ranks in arguments.ranks:

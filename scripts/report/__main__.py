@@ -56,11 +56,10 @@ def picture_of(runs: Sequence[Run]) -> Figure:
     """Step times, and what was taken off the rank that was relieved most, over steps; a line a run."""
     figure, (times, parts) = pyplot.subplots(2, 1, sharex=True, figsize=(9, 7), layout="constrained")
     for number, run in enumerate(runs):
-        timed = [one for one in run.timed if one.seconds is not None]
-        seconds = [one.seconds or 0.0 for one in timed]
+        seconds = [steps.seconds for steps in run.timed]
         usual = [statistics.median(seconds[max(at - _WINDOW + 1, 0) : at + 1]) for at in range(len(seconds))]
         color = f"C{number % 10}"
-        times.plot([one.end for one in timed], [1e3 * own for own in usual], color=color, label=run.name)
+        times.plot([steps.end for steps in run.timed], [1e3 * step_s for step_s in usual], color=color, label=run.name)
         rank = run.most_relieved()
         begins, _ = run.plans(rank, "moved")
         relieved = [sum(shares) for shares in zip(*(run.plans(rank, part)[1] for part in PARTS), strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vit_examples.balance_log import mean_of_plans, plan_begins
 from vit_examples.config import OutputConfig
 from vit_examples.step_times import TimedSteps, seconds_by_process, timed_steps, timing
 from zeroresize.utils.files import read_json_lines
@@ -91,14 +91,22 @@ class Run:
             }[part]
             for record in records
         ]
+        # A record is of the plan after its step. Of the first update, which has heard of no other rank, or where a
+        # ratio is forced on ranks, that is also the plan before.
         is_forced = self.setting("balance", "ratio") is not None and (
             self.setting("balance", "ranks") not in (None, "stragglers")
         )
-        return plan_begins(records, is_forced=is_forced), shares
+        begins = [record["step"] for record in records]
+        if is_forced or records[0].get("update") == 1:
+            begins[0] = 0
+        return begins, shares
 
     def mean_part(self, rank: int, part: str) -> float:
-        """The same, mean over the steps of the run."""
-        return mean_of_plans(*self.plans(rank, part), self.num_steps)
+        """The same, mean over the steps of the run; 0 before the first plan that is known."""
+        begins, shares = self.plans(rank, part)
+        bounds = [*(min(begin, self.num_steps) for begin in begins), self.num_steps]
+        held = zip(itertools.pairwise(bounds), shares, strict=True)
+        return sum((end - begin) * share for (begin, end), share in held) / max(self.num_steps, 1)
 
     def parts(self) -> dict[str, float]:
         """The largest such mean of a rank, of each part."""

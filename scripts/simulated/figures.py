@@ -8,12 +8,16 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from scripts.simulated.training import Simulation, settling
+import numpy as np
+
+from scripts.simulated.training import Simulation
 
 #: So many updates after a change of speed a rank may still do what was right before.
 GRACE = 3
 #: What γ does within fewer updates of constant speed tells nothing of how it settles.
 _FEWEST_UPDATES = 6
+#: The update after a change of speed from which on a rank's γ is to be steady.
+_STEADY_FROM = 3
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,26 @@ def mean_figures(runs: Sequence[Figures]) -> Figures:
         pruned=mean("pruned"),
         lent=mean("lent"),
     )
+
+
+def settling(ratios: Sequence[float], change: int, until: int, band: float = 0.05) -> tuple[int, float]:
+    """Return how a rank's γ met a change of speed.
+
+    Args:
+        ratios: γ after every update, from 0.
+        change: the first update whose interval was measured at the new speed.
+        until: the update before which the speed changes again.
+        band: how far from its mean γ may be in the steady state.
+
+    Returns:
+        After how many updates γ stays within ``band`` of its final mean (of the period's second half), and its largest
+        distance from that from the third update on, by which it is to have settled.
+    """
+    period = np.asarray(ratios[change:until])
+    final = period[len(period) // 2 :].mean()
+    outside = np.flatnonzero(np.abs(period - final) > band)
+    settled = int(outside[-1]) + 1 if len(outside) else 0
+    return settled + 1, float(np.abs(period[_STEADY_FROM - 1 :] - final).max(initial=0.0))
 
 
 def _periods(chi: Sequence[float]) -> Iterator[tuple[int, int]]:

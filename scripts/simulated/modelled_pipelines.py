@@ -1,38 +1,51 @@
 """The models of DynaPipe's Table 1 on modelled A100s, for benchmarks that plan and simulate: no device is asked.
 
-``D`` replicas, ``T`` ranks of a tensor-parallel group, ``S`` stages.
+``D`` hidden size, ``H`` heads of ``C`` features, ``F`` neurons of the feed-forward part, ``B`` rows of ``T`` tokens,
+``S`` stages.
+
+A layer's seconds are those of its multiplications at a share of the device's peak, of the bytes that its other
+operations move through memory, and of starting its kernels. Bytes that are kept are those of Korthikanti et al. (2022,
+Reducing Activation Recomputation, Eq. 1 and 2), with 2 bytes an element. Attention keeps its scores, as Megatron-LM's
+did in 2023.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 
 from lm_examples.task_lengths import mini_batch_of_pairs
-from scripts.simulated.transformer_costs import A100, RECOMPUTATIONS, LayerKind, TransformerShape, transformer_grid
-from zeroresize.policy.microbatches.costs import LayerGrid, StageCosts, powers_of_two
-from zeroresize.policy.microbatches.plan import Indices
+from zeroresize.policy.microbatches.costs import LayerGrid, StageCosts, grid_points, powers_of_two
+from zeroresize.policy.microbatches.plan import Floats, Indices
 
-#: Bytes of a parameter: weights and gradients in 16 bits; masters and Adam's state, shared by the replicas (ZeRO-1).
-_HELD_BYTES, _SHARED_BYTES = 4.0, 12.0
-#: Of a device's memory, what training may take.
-_USABLE = 0.92
+LayerKind = Literal["decoder-only", "encoder", "decoder", "embedding", "head"]
+#: Of an A100 by NVIDIA's data sheet: products in 16 bits and bytes of memory, per second. The share of the former that
+#: large products reach, and the seconds to start a kernel, are typical ones.
+_PEAK_FLOPS, _EFFICIENCY, _BYTES_PER_S, _KERNEL_S = 312e12, 0.55, 1.555e12, 5e-6
+_VOCABULARY, _MOST_ROWS = 32768, 256
 #: Targets are cut at a quarter of the sources' limit.
-TARGET_SHARE = 4
+_TARGET_SHARE = 4
 
 
 @dataclass(frozen=True)
 class PaperModel:
-    """Describe a model of Table 1: blocks of a decoder-only model, or of either half."""
+    """Describe a model of Table 1.
 
-    kind: str
+    Attributes:
+        kind: "gpt", decoder-only, or "t5", an encoder and a decoder.
+        num_blocks: of a decoder-only model, or of either half.
+        hidden_size, num_heads, head_size, mlp_size: D, H, C, F.
+    """
+
+    kind: Literal["gpt", "t5"]
     num_blocks: int
-    shape: TransformerShape
+    hidden_size: int
+    num_heads: int
+    head_size: int
+    mlp_size: int
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
@@ -42,113 +55,76 @@ class PaperModel:
         return ("embedding", *("encoder",) * self.num_blocks, *("decoder",) * self.num_blocks, "head")
 
 
-def paper_model(kind: str, num_devices: int) -> PaperModel:
-    """Return the model that the paper trains on so many devices (Table 1)."""
-    if kind == "gpt":
-        blocks, width, heads, neurons = {
-            4: (16, 4096, 32, 16384),
-            8: (32, 4096, 32, 16384),
-            16: (40, 5140, 40, 20560),
-            32: (16, 12288, 96, 49152),
-        }[num_devices]
-        return PaperModel(kind, blocks, TransformerShape(width, heads, 128, neurons))
-    blocks = {4: 12, 8: 24, 16: 48, 32: 96}[num_devices]
-    return PaperModel(kind, blocks, TransformerShape(1024, 128, 128, 65536))
+#: Those that the paper trains on 8 devices.
+MODELS = {"gpt": PaperModel("gpt", 32, 4096, 32, 128, 16384), "t5": PaperModel("t5", 24, 1024, 128, 128, 65536)}
 
 
-@dataclass(frozen=True)
-class Division:
-    """Describe how a model is spread over devices.
-
-    Attributes:
-        memory_limit: bytes of a device that are left for activations.
-        reduction_s: seconds in which replicas sum their gradients.
-    """
-
-    dp: int
-    tp: int
-    pp: int
-    boundaries: tuple[int, ...]
-    memory_limit: float
-    reduction_s: float
-
-    def __str__(self) -> str:
-        return f"({self.dp}, {self.tp}, {self.pp})"
-
-
-def divisions(model: PaperModel, num_devices: int) -> Iterator[Division]:
-    """Yield all powers of two of (D, T, S) whose weights fit, with T of at most a node of 8."""
-    degrees = [2**power for power in range(int(np.log2(num_devices)) + 1)]
-    for tp, pp in itertools.product(degrees, degrees):
-        num_blocks = len(model.layer_kinds) - 2
-        if tp * pp > num_devices or tp > 8 or num_blocks % pp:
-            continue
-        dp = num_devices // (tp * pp)
-        boundaries = even_boundaries(model, pp)
-        parameters = max(
-            sum(model.shape.parameters(kind) for kind in model.layer_kinds[begin:end]) / tp
-            for begin, end in itertools.pairwise(boundaries)
-        )
-        left = _USABLE * A100.memory_bytes - parameters * (_HELD_BYTES + _SHARED_BYTES / dp)
-        if left > 0.0:
-            reduction_s = 2.0 * (dp - 1) / dp * 2.0 * parameters / A100.link_bytes_per_s
-            yield Division(dp, tp, pp, boundaries, left, reduction_s)
-
-
-def even_boundaries(model: PaperModel, num_stages: int) -> tuple[int, ...]:
-    """Return [S + 1] with equally many blocks on each stage, the embedding on the first, the head on the last."""
+def costs_of(model: PaperModel, num_stages: int, longest: int) -> StageCosts:
+    """Return what S stages take that have equally many blocks; the embedding is on the first, the head on the last."""
     num_blocks = len(model.layer_kinds) - 2
-    inner = [1 + num_blocks // num_stages * stage for stage in range(1, num_stages)]
-    return (0, *inner, num_blocks + 2)
+    inner = (1 + num_blocks // num_stages * stage for stage in range(1, num_stages))
+    grids = {kind: _grid(model, kind, longest) for kind in dict.fromkeys(model.layer_kinds)}
+    return StageCosts(model.layer_kinds, grids, (0, *inner, num_blocks + 2))
 
 
-def pipeline_of(model: PaperModel, num_stages: int) -> Division:
-    """Return one replica of so many stages, as if memory had no end."""
-    return Division(1, 1, num_stages, even_boundaries(model, num_stages), math.inf, 0.0)
-
-
-def costs_of(model: PaperModel, division: Division, longest: int) -> Mapping[str, StageCosts]:
-    """Return what stages take, by what is computed again."""
-    return {
-        way: StageCosts(model.layer_kinds, _grids(model, division.tp, longest, way), division.boundaries)
-        for way in RECOMPUTATIONS
-    }
-
-
-@lru_cache(maxsize=256)
-def _grids(model: PaperModel, tp: int, longest: int, way: str) -> Mapping[str, LayerGrid]:
-    grids = {}
-    for kind in dict.fromkeys(model.layer_kinds):
-        least = min(32, longest)
-        lengths = [powers_of_two(longest, least)]
-        if kind == "decoder":
-            lengths.append(powers_of_two(max(longest // TARGET_SHARE, 2), 8))
+def _grid(model: PaperModel, kind: LayerKind, longest: int) -> LayerGrid:
+    """A layer's costs by the rows of a micro-batch and their lengths: of source, target, or in a decoder both."""
+    of_sources, of_targets = powers_of_two(longest, min(32, longest)), powers_of_two(_longest_target(longest), 8)
+    if kind == "decoder":
+        axes, lengths = (0, 1), (of_sources, of_targets)
+    else:
         axis = 1 if kind == "head" and model.kind == "t5" else 0
-        if axis:
-            lengths = [powers_of_two(max(longest // TARGET_SHARE, 2), 8)]
-        recomputation = way if kind in ("decoder-only", "encoder", "decoder") else "none"
-        grids[kind] = transformer_grid(
-            model.shape,
-            kind,
-            powers_of_two(256),
-            tuple(lengths),
-            tensor_parallel=tp,
-            recomputation=recomputation,
-            axis=axis,
-        )
-    return grids
+        axes, lengths = (axis,), (of_targets if axis else of_sources,)
+    sizes = powers_of_two(_MOST_ROWS)
+    values = _values(model, kind, *grid_points(sizes, lengths))
+    table_shape = (len(sizes), *map(len, lengths))
+    return LayerGrid(axes, sizes, lengths, *(each.reshape(table_shape) for each in values))
 
 
-def batches_of(model: PaperModel, tokens: int, longest: int, number: int, seed: int = 0) -> list[Indices]:
+def _values(model: PaperModel, kind: LayerKind, sizes: Indices, lengths: Indices) -> tuple[Floats, ...]:
+    """Seconds of forward and backward, bytes that are kept, and bytes of the workspace, at every point of a grid."""
+    rows, length = sizes.astype(np.float64), lengths[:, -1].astype(np.float64)
+    tokens = rows * length
+    width, inner = model.hidden_size, model.num_heads * model.head_size
+    if kind in ("embedding", "head"):
+        flops = 2.0 * tokens * width * _VOCABULARY * (kind == "head")
+        moved = 2.0 * tokens * (width + (_VOCABULARY if kind == "head" else 0.0)) * 2.0
+        kept = 2.0 * tokens * (width + (2.0 * _VOCABULARY if kind == "head" else 0.0))
+        workspace = kept if kind == "head" else 0.0 * kept
+        return _seconds(flops, moved, 4), _seconds(2.0 * flops, 2.0 * moved, 6), kept, workspace
+    attentions = [(length, length)]
+    if kind == "decoder":
+        attentions.append((length, lengths[:, 0].astype(np.float64)))
+    flops, core_flops, scores = 4.0 * tokens * width * model.mlp_size, 0.0 * tokens, 0.0 * tokens
+    for query, key in attentions:
+        flops = flops + 4.0 * rows * (query + key) * width * inner
+        core_flops = core_flops + 4.0 * rows * query * key * inner
+        scores = scores + rows * query * key * model.num_heads
+    score_bytes = 5.0 * scores
+    elementwise = tokens * (len(attentions) * (7.0 * width + 6.0 * inner) + 9.0 * width + 4.0 * model.mlp_size)
+    moved = 2.0 * elementwise + 10.0 * scores
+    num_kernels = 12 + 8 * len(attentions)
+    forward_s = _seconds(flops + core_flops, moved, num_kernels)
+    backward_s = _seconds(2.0 * (flops + core_flops), 2.0 * moved, 2 * num_kernels)
+    kept = tokens * (10.0 * width + len(attentions) * 8.0 * inner + 4.0 * model.mlp_size) + score_bytes
+    kept = kept + (len(attentions) - 1) * tokens * 5.0 * width
+    return forward_s, backward_s, kept, 4.0 * tokens * max(model.mlp_size, inner) + score_bytes
+
+
+def _seconds(flops: Floats, moved_bytes: Floats, num_kernels: int) -> Floats:
+    return flops / (_EFFICIENCY * _PEAK_FLOPS) + moved_bytes / _BYTES_PER_S + num_kernels * _KERNEL_S
+
+
+def batches_of(model: PaperModel, tokens: int, longest: int, number: int) -> list[Indices]:
     """Return lengths of FLAN-like mini-batches."""
     is_joined = model.kind == "gpt"
     return [
         mini_batch_of_pairs(
             tokens,
             longest,
-            np.random.default_rng([seed, batch]),
+            np.random.default_rng([0, batch]),
             joined=is_joined,
-            max_target=None if is_joined else max(longest // TARGET_SHARE, 2),
+            max_target=None if is_joined else _longest_target(longest),
         )
         for batch in range(number)
     ]
@@ -156,7 +132,11 @@ def batches_of(model: PaperModel, tokens: int, longest: int, number: int, seed: 
 
 def row_lengths(model: PaperModel, longest: int) -> tuple[int, ...]:
     """Return the tokens of a row that packing fills."""
-    return (longest,) if model.kind == "gpt" else (longest, max(longest // TARGET_SHARE, 2))
+    return (longest,) if model.kind == "gpt" else (longest, _longest_target(longest))
+
+
+def _longest_target(longest: int) -> int:
+    return max(longest // _TARGET_SHARE, 2)
 
 
 def powers(most: int, least: int = 1) -> Sequence[int]:

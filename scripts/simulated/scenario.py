@@ -11,9 +11,10 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from scripts.simulated.cluster import Cluster
 from scripts.simulated.figures import Figures, figures
 from scripts.simulated.noise import Noise
-from scripts.simulated.training import Cluster, Simulation, simulate, unbalanced_step_s
+from scripts.simulated.training import Simulation, simulate, unbalanced_step_s
 from zeroresize.config import BalanceConfig
 from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost, spread_ratios
 

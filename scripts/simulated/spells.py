@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from scripts.simulated.cluster import Cluster
 from scripts.simulated.noise import Noise
 from scripts.simulated.scenario import believed_cost
-from scripts.simulated.training import Cluster, simulate, unbalanced_step_s
+from scripts.simulated.training import simulate, unbalanced_step_s
 from zeroresize.config import BalanceConfig
 from zeroresize.plan.ownership import SegmentWork, owned_shares
 from zeroresize.policy.moves.move_cost import MoveCost

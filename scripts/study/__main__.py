@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts.study.grid import Cell, Study, read_study
-from vit_examples.harness.run_folder import empty
+from vit_examples.harness.folders import empty
 from vit_examples.one_node import started, train_command
 
 Rows = dict[tuple[str, str], dict[str, Any]]
@@ -114,11 +114,9 @@ def run_cell(study: Study, cell: Cell) -> None:
     if code:
         (cell.folder / "summary.json").unlink(missing_ok=True)  # where only the end of a run failed: it is not finished
         lines = log.read_bytes()[size_before:].decode("utf-8", errors="replace").splitlines()
-        mistakes: dict[str, str] = {}
-        for line in lines:
-            if line.startswith("error (rank"):  # several ranks name the same mistake: once
-                mistakes.setdefault(line.partition("): ")[2], line)
-        reason = "\n".join(mistakes.values() or lines[-30:])
+        # Several ranks name the same mistake: once.
+        mistakes = dict.fromkeys(line.partition("): ")[2] for line in lines if line.startswith("error (rank"))
+        reason = "\n".join(mistakes or lines[-30:])
         raise RuntimeError(f"cell {cell.name!r}, seed {cell.seed} failed with code {code}; from {log}:\n{reason}")
     shutil.rmtree(cell.folder / "checkpoints", ignore_errors=True)
 

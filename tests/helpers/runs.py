@@ -136,8 +136,8 @@ def write_run(
 ) -> Path:
     """A run of two ranks in one epoch; the records of rank 1 are ``slow``, rank 0 does nothing but train."""
     folder.mkdir(parents=True, exist_ok=True)
-    steps = {"step": len(seconds) - 1, "from_step": 0, "ratios": [], "seconds": list(seconds)}
-    write_metrics(folder, [{"kind": "epoch", "epoch": 0, **steps}])
+    steps = [{"kind": "step", "step": step, "from_step": 0, "step_s": step_s} for step, step_s in enumerate(seconds)]
+    write_metrics(folder, [*steps, {"kind": "epoch", "epoch": 0, "step": len(seconds) - 1, "ratios": []}])
     slow = slow or [record(1, update, 0.0, busy_s=0.4) for update in range(1, len(seconds) // 10 + 1)]
     write_records(folder, 0, [record(0, one.update, 0.0, busy_s=0.1) for one in slow])
     write_records(folder, 1, slow)

@@ -18,28 +18,15 @@ def run(script, *arguments):
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
 
 
-@pytest.mark.few(2)
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "parameters"),
-    [
+def test_dry_run_checks_the_model_on_eight_ranks():
+    for arguments, parameters in (
         (["launch_8gpu.sh"], "1,208,870,928"),
-        pytest.param(["slurm_8gpu.sbatch"], "1,208,870,928", marks=pytest.mark.slow),
-        pytest.param(["slurm_8gpu.sbatch", "--config", "vit_3b"], "2,719,276,048", marks=pytest.mark.slow),
-    ],
-)
-def test_dry_run_checks_the_model_on_eight_ranks(arguments, parameters):
-    finished = run(*arguments, "--dry-run")
-    assert finished.returncode == 0, finished.stderr
-    assert "8 ranks" in finished.stdout
-    assert parameters in finished.stdout
-
-
-@pytest.mark.slow
-def test_dry_run_refuses_what_eight_gpus_cannot_share():
-    finished = run("launch_8gpu.sh", "--dry-run", "--set", "model.num_heads=4")
-    assert finished.returncode == 2
-    assert "model.num_heads=4 is not divisible by the 8" in finished.stderr
+        (["slurm_8gpu.sbatch", "--config", "vit_3b"], "2,719,276,048"),
+    ):
+        finished = run(*arguments, "--dry-run")
+        assert finished.returncode == 0, finished.stderr
+        assert "8 ranks" in finished.stdout and parameters in finished.stdout
 
 
 def test_outside_slurm_the_right_command_is_named():

@@ -93,10 +93,3 @@ def test_another_table_is_refused_by_the_columns_that_it_lacks(tmp_path):
     for place in ("1/0", "1.2.3"):
         with pytest.raises(ValueError, match=re.escape(f"cell 'A χ={place}': χ={place} is no number")):
             place_of(f"A χ={place}", "χ")
-
-
-def test_a_cell_that_only_one_panel_shows_is_in_the_legend(tmp_path):
-    (tmp_path / "study.csv").write_text("cell,seed,step_ms,test_accuracy\nA χ=2,0,1.0,0.5\nB χ=2,0,,0.5\n")
-    figure = draw(read_table(tmp_path / "study.csv"), "χ")
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["A", "B"]
-    pyplot.close(figure)

@@ -5,9 +5,8 @@ import math
 import pytest
 
 from scripts.simulated.figures import figures, mean_figures
-from scripts.simulated.scenario import CALIBRATIONS, COURSES, NOISES, Scenario, believed_cost
+from scripts.simulated.scenario import CALIBRATIONS, believed_cost
 from scripts.simulated.training import Simulation
-from zeroresize.config import BalanceConfig
 from zeroresize.policy.tensor.costs import ResizingCost
 
 LINEAR = ResizingCost.linear(0.9)
@@ -77,19 +76,3 @@ def test_a_factor_above_1_promises_more_than_pruning_saves(calibration):
             sign * (truth - share) > 0.0
             for truth, share in zip(LINEAR.gemm_share[1:], believed.gemm_share[1:], strict=True)
         )
-
-
-@pytest.mark.parametrize("course", COURSES)
-@pytest.mark.parametrize("num_ranks", [2, 5])
-def test_every_course_tells_every_rank_s_speed(course, num_ranks):
-    chis = [COURSES[course].chi(update, num_ranks) for update in range(COURSES[course].num_updates)]
-    assert {len(own) for own in chis} == {num_ranks}
-    assert min(min(own) for own in chis) == 1.0
-    assert (max(max(own) for own in chis) > 1.0) == (course != "nobody slow")
-
-
-@pytest.mark.parametrize("noise", NOISES)
-def test_balancing_off_is_the_reference_whatever_the_noise(noise):
-    shown = Scenario(noise=noise, num_ranks=2, update_every=1).figures(BalanceConfig(mode="off"), seed=1)
-    assert shown.step_per_off == 1.0
-    assert shown.settled and shown.released == (1.0,)

@@ -16,7 +16,6 @@ pytest.importorskip("yaml")
 
 from scripts.study import __main__ as study
 from vit_examples.config import load_config
-from vit_examples.harness.run_folder import claimed
 
 GRIDS = sorted(Path(study.__file__).with_name("grids").glob("*.yaml"))
 RESULTS = Path(study.__file__).parents[2] / "docs" / "results"
@@ -70,28 +69,17 @@ def test_a_cell_may_have_a_number_of_ranks_of_its_own(tmp_path: Path, monkeypatc
     assert not [override for _, overrides in trained for override in overrides if override.startswith("ranks")]
 
 
-def test_a_base_whose_section_is_empty_is_as_one_without(tmp_path: Path) -> None:
-    grid, base = tmp_path / "grid.yaml", tmp_path / "base.yaml"
-    grid.write_text(f"config: {base}\nshared: {{balance.ratio: 0.5}}\ncells:\n  Rd: {{balance.mode: zero-rd}}\n")
-    base.write_text("balance:\n")
-    (cell,) = study.read_study(grid, tmp_path / "runs").cells
-    assert "balance.ratio=0.5" in cell.overrides
-
-
 @pytest.mark.parametrize(
     ("grid", "message"),
     [
         ("config: BASE\ncells:\n  Rd: {balance.mode: zero-rd}\n", "cell 'Rd': .*base.yaml: expected sections"),
         ("config: demo\ncells:\n  Rd: {ranks: 0}\n", "cell 'Rd': ranks=0 is not allowed: a whole number of at least 1"),
-        ("config: demo\nranks: four\ncells:\n  Rd: {}\n", "cell 'Rd': ranks='four' is not allowed"),
         ("config: demo\ncells:\n  Rd: {ranks: 5}\n", "cell 'Rd': model.num_heads=12 is not divisible by the 5"),
         ("config: demo\ncells:\n  Rd: {training.seed: 5}\n", r"cell 'Rd': \['training.seed'\] are set by the study"),
         ("config: demo\ncells: [Rd]\n", "'cells' must map names"),
-        ("config: demo\ncells: grid.yaml\n", "'cells' must map names"),
         ("config: demo\n", "'cells' must be given"),
         ("config: demo\ncell: {}\n", "unknown key 'cell'"),
         ("config: demo\ncells:\n  Pri 1/2: {}\n  Pri 1-2: {}\n", "cells 'Pri 1/2' and 'Pri 1-2' would both run in"),
-        ("config: demo\nseeds: [3, 3]\ncells:\n  Pri: {}\n", "cells 'Pri' and 'Pri' would both run in"),
     ],
 )
 def test_a_wrong_grid_is_refused_by_file_and_cell(tmp_path: Path, grid: str, message: str) -> None:
@@ -204,7 +192,7 @@ LONG_LOG = [f"line {number}\n" for number in range(40)]
     [
         (
             "hello\nerror (rank 1): a\nerror (rank 0): a\nerror (rank 0): b\nbye\n",
-            "error (rank 1): a\nerror (rank 0): b",
+            "a\nb",
         ),
         ("".join(LONG_LOG), "".join(LONG_LOG[10:]).rstrip()),
     ],
@@ -225,26 +213,18 @@ def finish(cell: study.Cell, **numbers: Any) -> None:
     cell.settings_file.write_text(cell.settings)
 
 
-@pytest.mark.parametrize(
-    ("changed", "shown"),
-    [
-        ("config: demo\ncells:\n  Baseline: {balance.mode: zero-rd}\n", "balance.mode: zero-rd"),
-        ("config: demo\nshared: {training.epochs: 9}\ncells:\n  Baseline: {balance.mode: 'off'}\n", "epochs: 9"),
-        ("config: demo\nranks: 4\ncells:\n  Baseline: {balance.mode: 'off'}\n", "ranks: 4"),
-    ],
-)
 @pytest.mark.parametrize("is_in_table", [True, False], ids=["row", "folder"])
 def test_what_is_finished_with_other_settings_is_no_result_of_this_study(
-    tmp_path: Path, micro_study: study.Study, changed: str, shown: str, is_in_table: bool
+    tmp_path: Path, micro_study: study.Study, is_in_table: bool
 ) -> None:
     (cell,) = micro_study.cells
     finish(cell)
     grid, table = tmp_path / "grid.yaml", tmp_path / "table.csv"
     if is_in_table:
         study.write_csv(study.all_rows(micro_study, table), table)
-    grid.write_text(changed)
+    grid.write_text("config: demo\nranks: 4\ncells:\n  Baseline: {balance.mode: 'off'}\n")
     other = study.read_study(grid, tmp_path / ("elsewhere" if is_in_table else "runs"))
-    with pytest.raises(ValueError, match=rf"there with other settings(.|\n)*now  .*{shown}"):
+    with pytest.raises(ValueError, match=r"there with other settings(.|\n)*now  .*ranks: 4"):
         study.all_rows(other, table)
     assert list(study.all_rows(micro_study, table)) == [cell.key]
 
@@ -264,39 +244,6 @@ def test_a_run_that_fails_at_its_very_end_is_not_finished(
     with pytest.raises(RuntimeError, match="failed with code 1"):
         study.run_cell(micro_study, cell)
     assert cell.row() is None
-
-
-def test_rows_without_a_mean_step_make_all_be_told_by_medians(tmp_path: Path) -> None:
-    grid, table = tmp_path / "grid.yaml", tmp_path / "table.csv"
-    grid.write_text("config: demo\nseeds: [0, 1]\ncells:\n  Baseline: {balance.mode: 'off'}\n")
-    both = study.read_study(grid, tmp_path / "runs")
-    old, new = both.cells
-    row = {"cell": old.name, "seed": "0", "step_ms": "200.0", "test_accuracy": "0.5", "settings": old.settings}
-    study.write_csv({old.key: row}, table)
-    finish(new, step_ms=100.0, mean_step_ms=110.0, commit="abc1234-dirty")
-    study.write_csv(study.all_rows(both, table), table)
-    rows = study.all_rows(both, table)
-    assert list(rows) == [old.key, new.key]
-    assert (rows[old.key]["commit"], rows[old.key]["mean_step_ms"]) == ("", "")
-    for of_table, label, text in (
-        (rows, "median step, ms", "150 ± 71"),
-        ({new.key: rows[new.key]}, "mean step, ms", "110"),
-    ):
-        column = study.results_table(both, of_table).columns[2]
-        assert (column.header, [*column.cells]) == (label, [text])
-
-
-def test_a_folder_in_which_a_run_is_writing_is_not_cleared(
-    tmp_path: Path, micro_study: study.Study, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (cell,) = micro_study.cells
-    cell.folder.mkdir(parents=True)
-    (cell.folder / "metrics.jsonl").touch()
-    stub_training(monkeypatch, 0)
-    with claimed(cell.folder):
-        (failure,) = study.run_study(micro_study, tmp_path / "table.csv", Console(quiet=True))
-    assert f"output.folder={cell.folder}: another run is writing there" in failure
-    assert (cell.folder / "metrics.jsonl").exists()
 
 
 def test_a_damaged_table_and_a_summary_of_something_else_are_named(tmp_path: Path, micro_study: study.Study) -> None:

@@ -4,8 +4,10 @@ import statistics
 
 import pytest
 
+from scripts.simulated.cluster import Cluster
+from scripts.simulated.figures import settling
 from scripts.simulated.scenario import NOISES
-from scripts.simulated.training import Cluster, settling, simulate, unbalanced_step_s
+from scripts.simulated.training import simulate, unbalanced_step_s
 from zeroresize.config import BalanceConfig
 from zeroresize.policy.tensor.costs import ResizingCost
 

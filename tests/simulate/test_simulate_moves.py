@@ -4,7 +4,8 @@ import statistics
 
 import pytest
 
-from scripts.simulated.training import Cluster, simulate
+from scripts.simulated.cluster import Cluster
+from scripts.simulated.training import simulate
 from zeroresize.config import BalanceConfig
 from zeroresize.plan.ownership import SegmentWork
 from zeroresize.policy.moves.move_cost import MoveCost

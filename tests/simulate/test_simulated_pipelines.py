@@ -3,11 +3,8 @@
 import numpy as np
 import pytest
 
-from scripts.simulated.pipeline_training import (
-    LayerLoads,
-    PipelineCluster,
-    simulate_pipeline,
-)
+from scripts.simulated.pipeline_training import simulate_pipeline
+from scripts.simulated.pipelines import LayerLoads, PipelineCluster
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.pipeline.rebalancing import RebalancingRule

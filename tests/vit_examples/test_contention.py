@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 from vit_examples import contention
-from vit_examples.config import StragglerConfig
 from vit_examples.contention import Contention
-from vit_examples.run import stragglers
+from vit_examples.stragglers import StragglerConfig, stragglers
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system cannot pin processes")
 
@@ -166,11 +165,12 @@ def test_a_run_contends_on_stragglers_and_pins_every_rank(run_ranks):
         config = StragglerConfig(kind="contend", schedule="round_robin", chi=3.0)
         pids = []
         run = SimpleNamespace(config=SimpleNamespace(straggler=config), host=host, balancer=None)
-        with stragglers(run) as slow:
-            cores = os.sched_getaffinity(0)
+        children = Path(f"/proc/self/task/{threading.get_native_id()}/children")
+        with stragglers(run) as set_epoch:
+            cores, before = os.sched_getaffinity(0), children.read_text().split()
             for epoch in range(2):
-                slow.set_epoch(epoch)
-                pids.append(slow._slowness.pids)
+                set_epoch(epoch)
+                pids.append([int(pid) for pid in children.read_text().split() if pid not in before])
         assert cores == {allowed[rank % len(allowed)]}
         assert sorted(os.sched_getaffinity(0)) == allowed
         assert all_end([pid for of_epoch in pids for pid in of_epoch], limit_s=0)

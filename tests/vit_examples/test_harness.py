@@ -29,8 +29,9 @@ from vit_examples.harness.checkpoints import (
     read_state,
     save_checkpoint,
 )
+from vit_examples.harness.folders import claimed, empty
 from vit_examples.harness.program import agreed
-from vit_examples.harness.run_folder import RunRecord, claimed, empty, how_to_go_on
+from vit_examples.harness.run_folder import RunRecord, how_to_go_on
 from zeroresize.utils.files import read_json_lines
 
 
@@ -57,7 +58,7 @@ def test_ranks_agree_on_what_has_failed_anywhere(run_ranks) -> None:
 LOCKING = """
 import sys, time
 from pathlib import Path
-from vit_examples.harness.run_folder import claimed
+from vit_examples.harness.folders import claimed
 with claimed(Path(sys.argv[1])):
     print("has it", flush=True)
     time.sleep(60)

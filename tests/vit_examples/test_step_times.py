@@ -9,36 +9,19 @@ import pytest
 from vit_examples.step_times import TimedSteps, seconds_by_process, timed_steps, timing
 
 
-def logged(step: int, step_s: float | None) -> dict[str, object]:
-    return {"kind": "step", "step": step, "step_s": step_s}
-
-
-def test_an_epoch_that_has_ended_tells_every_step_and_one_that_goes_on_what_was_logged() -> None:
+def test_steps_belong_to_the_process_that_made_them_and_each_has_the_mean_of_its_line() -> None:
     lines = [
-        logged(1, 2.0),
-        logged(2, 1.0),
-        {"kind": "epoch", "step": 2, "from_step": 0, "seconds": [3.0, 1.0, 1.0]},
-        logged(4, 5.0),
-    ]
-    assert timed_steps(lines) == [
-        TimedSteps(0, 1, 3.0),
-        TimedSteps(1, 2, 1.0),
-        TimedSteps(2, 3, 1.0),
-        TimedSteps(3, 5, 5.0),
-    ]
-
-
-def test_steps_belong_to_the_process_that_made_them() -> None:
-    lines = [
-        {"kind": "epoch", "step": 1, "from_step": 0, "seconds": [3.0, 1.0]},
-        {"kind": "epoch", "step": 3, "from_step": 2, "seconds": [4.0, 2.0]},
-        logged(4, None),
-        {"kind": "epoch", "step": 5, "from_step": 4},
-        logged(7, 6.0),
+        {"kind": kind, "step": step, "step_s": step_s, "from_step": from_step}
+        for kind, step, step_s, from_step in (
+            ("step", 1, 2.0, 0),
+            ("epoch", 1, 9.0, 0),
+            ("step", 2, 4.0, 2),
+            ("step", 4, 6.0, 2),
+        )
     ]
     steps = timed_steps(lines)
-    assert [timed.from_step for timed in steps] == [0, 0, 2, 2, 4, 4]
-    assert seconds_by_process(steps) == [[3.0, 1.0], [4.0, 2.0], [6.0, 6.0]]
+    assert steps == [TimedSteps(0, 2, 2.0, 0), TimedSteps(2, 3, 4.0, 2), TimedSteps(3, 5, 6.0, 2)]
+    assert seconds_by_process(steps) == [[2.0, 2.0], [4.0, 6.0, 6.0]]
 
 
 def test_a_runs_speed_is_that_of_all_settled_steps_and_its_median_that_of_an_undisturbed_one() -> None:

@@ -16,8 +16,9 @@ import pyarrow.parquet
 from helpers.runs import write_parquet
 from PIL import Image
 
+from vit_examples.batches import augmented, normalise, test_batches, training_batches
 from vit_examples.config import DataConfig, ModelConfig
-from vit_examples.data import Split, augmented, load_splits, normalise, test_batches, training_batches
+from vit_examples.data import Split, load_splits
 
 test_batches.__test__ = False  # a function under test, not a test
 
@@ -47,14 +48,6 @@ def test_a_parquet_folder_gives_its_first_pictures(folder: Path, monkeypatch: py
     assert train.labels.tolist() == [n % 10 for n in range(25)]
     expected = np.random.default_rng(0).integers(0, 256, (30, 32, 32, 3), dtype=np.uint8)[:25]
     assert torch.equal(train.images, torch.from_numpy(expected).permute(0, 3, 1, 2))
-
-
-def test_other_column_names_and_sizes_are_read(tmp_path: Path) -> None:
-    write_parquet(tmp_path / "train.parquet", 4, image="image", side=20)
-    write_parquet(tmp_path / "validation.parquet", 3, image="image", side=20)
-    train, test = load_splits(DataConfig(source=str(tmp_path)), ModelConfig())
-    assert train.images.shape == (4, 3, 32, 32)
-    assert len(test) == 3
 
 
 def refused(source: str | Path, message: str) -> None:

@@ -1,4 +1,4 @@
-"""The demo's table and picture, from made-up runs."""
+"""The demo's runs, each in a folder of its own; what compares them has tests of its own (test_report.py)."""
 
 from __future__ import annotations
 
@@ -7,72 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 pytest.importorskip("matplotlib")
 
-from matplotlib import pyplot
+from helpers.runs import write_run
 
 from vit_examples import demo
-from vit_examples.balance_log import mean_in_force
-from vit_examples.demo import RUNS, draw, main, results_table
-from vit_examples.harness.run_folder import claimed
-
-
-def made_up(step_ms: float, gamma: float, moved: float = 0.0) -> dict[str, Any]:
-    """A run that relieves rank 1: a share is moved away, and of what is left γ is dropped and γ / 3 lent."""
-    steps = [{"kind": "step", "step": step, "step_s": (1 if step else 100) * step_ms / 1e3} for step in range(12)]
-    relieved = [[-moved, 1.0 - (1.0 - moved) * (1.0 - gamma)]] * 6
-    epochs = [{"kind": "epoch", "step": step, "from_step": 0, "ratios": relieved} for step in (5, 11)]
-    return {
-        "summary": {"step_ms": step_ms, "test_accuracy": 0.75, "steps": 60},
-        "lines": [*steps[:6], epochs[0], *steps[6:], epochs[1]],
-        "updates": [
-            {"step": 0, "owned": 1.0 - moved, "pruned": gamma, "lent": gamma / 3},
-            {"step": 60, "owned": 1.0, "pruned": 0.0, "lent": 0.0},  # decided after the last step
-        ],
-    }
-
-
-RESULTS = {
-    "homogeneous": made_up(100, 0.0),
-    "Baseline": made_up(2500, 0.0),
-    "exact": made_up(1000, 0.0, moved=0.625),
-    "SEMI": made_up(1250, 0.6, moved=0.5),
-}
-#: As long as any name and number of a run may be.
-LONGEST = {name: made_up(123456, 0.9, moved=0.25) for name in RUNS}
-
-
-def printed(results: dict[str, dict[str, Any]]) -> list[str]:
-    console = Console(width=80)
-    with console.capture() as captured:
-        console.print(results_table(results))
-    return captured.get().splitlines()
-
-
-def test_the_table_fits_80_columns_and_explains_itself() -> None:
-    assert max(map(len, printed(LONGEST))) <= 80 and not any("…" in line for line in printed(LONGEST))
-    lines = printed(RESULTS)
-    assert max(map(len, lines)) <= 80
-    by_name = {name: cells for name, *cells in map(str.split, filter(str.strip, lines))}
-    assert by_name["exact"] == ["1000", "2.50×", "10.00×", "0.62", "0.00", "0.00", "75.0%"]
-    # Half is left to rank 1; of that 0.2 is lent and 0.6 dropped.
-    assert by_name["SEMI"] == ["1250", "2.00×", "12.50×", "0.50", "0.10", "0.30", "75.0%"]
-    assert "only 60 steps" in " ".join(" ".join(lines).split())
-
-
-def test_the_picture_has_all_but_the_first_steps_and_below_only_runs_that_relieve_the_slow_rank() -> None:
-    figure = draw(RESULTS)
-    times, ratios = figure.axes
-    assert times.get_ylim() == (0, pytest.approx(1.05 * 2500))  # not 250,000, which the first steps took
-    assert ratios.get_xlim() == (0, 12)
-    assert [line.get_label() for line in times.lines] == list(RESULTS)
-    assert [line.get_label() for line in ratios.lines] == ["exact", "SEMI"]
-    assert [line.get_ydata().tolist() for line in ratios.lines] == [[0.625] * 12, pytest.approx([0.8] * 12)]
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == list(RESULTS)
-    pyplot.close(figure)
+from vit_examples.demo import RUNS, main
+from vit_examples.harness.folders import claimed
 
 
 def test_a_configuration_that_is_wrong_is_told_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
@@ -88,10 +30,10 @@ def test_a_demo_whose_folder_is_in_use_is_refused_and_deletes_nothing(
         assert list(folder.iterdir()) == []
         with pytest.raises(ValueError, match="another run is writing there"), claimed(folder.parent):
             pass
+        write_run(folder, "off", [0.2] * 40)
         yield 1, 1, "done"
 
     monkeypatch.setattr(demo, "train", train)  # runs end as soon as they begin
-    monkeypatch.setattr(demo, "results_of", lambda *_: made_up(100, 0.0))
     for name in RUNS:
         (tmp_path / name.lower()).mkdir()
         (tmp_path / name.lower() / "metrics.jsonl").touch()
@@ -101,7 +43,8 @@ def test_a_demo_whose_folder_is_in_use_is_refused_and_deletes_nothing(
     assert "another run is writing there" in line
     assert len(list(tmp_path.glob("*/metrics.jsonl"))) == len(RUNS)
     assert main([f"--output={tmp_path}", "--set=training.epochs=1"]) == 0  # in emptied folders
-    assert (tmp_path / "demo.png").is_file()
+    said = capsys.readouterr().out
+    assert all(f"| {name.lower()} | 40" in said for name in RUNS) and (tmp_path / "report.png").is_file()
 
 
 def test_ctrl_c_is_one_line(
@@ -113,10 +56,3 @@ def test_ctrl_c_is_one_line(
     monkeypatch.setattr(demo, "train", interrupted)
     assert main([f"--output={tmp_path}"]) == 130
     assert capsys.readouterr().err == "interrupted: the same command begins anew\n"
-
-
-def test_what_was_dropped_is_told_over_all_steps() -> None:
-    records = [{"step": 10, "lent": 0.0}, {"step": 20, "lent": 0.5}, {"step": 40, "lent": 1.0}]
-    assert mean_in_force(records, "lent", 40) == pytest.approx(0.25)
-    assert mean_in_force(records, "lent", 50) == pytest.approx(0.4)
-    assert mean_in_force([], "lent", 50) == 0.0

@@ -36,14 +36,6 @@ def needed(shares: str, ranks: int) -> list[Needs]:
     return dry_run(tiny_config(f"balance.shares={shares}"), ranks)
 
 
-def test_uneven_shares_divide_what_even_ones_divide() -> None:
-    for shares, ranks in (("[2, 1]", 2), ("[5, 1]", 2), ("[1, 0]", 2), ("[2, 1, 1, 4]", 4)):
-        uneven, even = needed(shares, ranks), needed("even", ranks)
-        assert len(set(even)) == 1 < len(set(uneven))
-        for name in ("parameters", "weights", "gradients", "optimizer", "activations"):
-            assert sum(getattr(one, name) for one in uneven) == sum(getattr(one, name) for one in even)
-
-
 def test_what_each_rank_needs_by_hand() -> None:
     """Of 4 heads of size 2 rank 0 owns 3 by shares of 3 to 1, of 16 neurons 12."""
     # q, k, v with biases, the output's projection, both products of the feed-forward part.

@@ -12,7 +12,6 @@ import resource
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ pytest.importorskip("pyarrow")
 
 import torch
 from helpers.faults import put_into_planner_data, writable_by_all
-from helpers.processes import forked_training, training_started
+from helpers.processes import forked_training
 from helpers.runs import refused, write_parquet
 
 import vit_examples.train
@@ -127,8 +126,9 @@ def finished_run(host: str, pictures: Path, finished_runs: dict[str, Path]) -> P
     if host not in finished_runs:
         output = finished_runs[""] / host
         arguments = micro_arguments(pictures, output, f"host={host}")
-        said = train(finished_runs[""] / f"{host} said", *arguments, "--resume")  # nothing to resume yet
-        assert said.count(f"no checkpoint in {output}/checkpoints: starting anew\n") == 1
+        finished = forked_training([*arguments, "--resume"], finished_runs[""] / f"{host} said", lambda: os.umask(0))
+        assert finished.returncode == 0, finished.stdout + finished.stderr
+        assert finished.stdout.count(f"no checkpoint in {output}/checkpoints: starting anew\n") == 1
         finished_runs[host] = output
     return finished_runs[host]
 
@@ -145,10 +145,11 @@ def test_a_run_leaves_its_numbers(host: str, pictures: Path, finished_runs: dict
     assert list((output / "tensorboard").iterdir())
     epochs = lines_of(output, "epoch")
     assert [line["ratios"] for line in epochs] == [[[0.5, 0.0]] * 4, [[0.0, 0.5]] * 4]  # pinned in turn
-    kept = seconds_by_process(timed_steps(epochs))
-    assert kept == [pytest.approx([line["step_s"] for line in lines_of(output, "step")], abs=1e-6)]
+    kept = seconds_by_process(timed_steps(lines_of(output, "step")))
+    assert [len(seconds) for seconds in kept] == [NUM_STEPS]
     assert timing(kept, settle_steps=20)["step_ms"] == pytest.approx(summary["step_ms"], abs=1e-3)
     assert not list(output.glob("checkpoints/*.tmp"))
+    assert writable_by_all(output) == []  # whatever the umask
 
 
 @pytest.mark.few(1)
@@ -216,92 +217,6 @@ def test_a_run_on_a_full_disk_trains_to_its_end_and_says_what_it_could_not_write
         assert f"no checkpoint of epoch {epoch}, training goes on without (the newest is none): rank " in run.stderr
     assert run.stderr.count("metrics.jsonl is incomplete from step ") == 1
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
-
-
-@pytest.mark.timeout(300)
-def test_a_second_start_beside_a_running_one_is_refused_and_that_goes_on(
-    pictures: Path, finished_runs: dict[str, Path], tmp_path: Path
-) -> None:
-    """Nor may everybody write to what a run makes, whatever the umask."""
-    output, go = tmp_path / "run", tmp_path / "go"
-    arguments = micro_arguments(pictures, output, "host=torch")
-    expected = losses_of(finished_run("torch", pictures, finished_runs))
-
-    def wait_in_sixth_step() -> None:
-        os.umask(0)
-        backward, calls = vit_examples.train.backward, []
-
-        def waiting_backward(*arguments: Any) -> torch.Tensor:
-            calls.append(1)
-            while len(calls) == 6 and not go.exists():
-                time.sleep(0.05)
-            return backward(*arguments)
-
-        vit_examples.train.backward = waiting_backward
-
-    with training_started(arguments, tmp_path / "first", wait_in_sixth_step) as running:
-        deadline = time.monotonic() + 100
-        while newest(output / "checkpoints") is None:
-            assert time.monotonic() < deadline, running.said()
-            time.sleep(0.1)
-        second = forked_training([*arguments, "--resume"], tmp_path / "second")
-        go.touch()
-        first = running.wait(100)
-    assert first.returncode == 0, first.stderr
-    assert second.returncode != 0
-    assert f"output.folder={output}: another run is writing there" in second.stderr
-    assert losses_of(output) == expected and writable_by_all(output) == []
-
-
-UNDISTURBED = ("host=torch", "straggler={}", "training.accumulation=2")
-
-
-@pytest.fixture(scope="module")
-def undisturbed_losses(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Of each step, nobody slow and nothing balanced."""
-    output = tmp_path_factory.mktemp("undisturbed")
-    train(output / "said", *micro_arguments(pictures, output, *UNDISTURBED, "balance={mode: 'off'}"))
-    return losses_of(output)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("way", ["broadcast-reduce", "scatter-gather"])
-def test_migration_trains_as_if_nothing_migrated_also_after_a_death(
-    pictures: Path, undisturbed_losses: list[float], tmp_path: Path, way: str
-) -> None:
-    balance = f"balance={{mode: mig, migration_transport: {way}, ratio: 0.5, ranks: [1], update_every: 2}}"
-    arguments = micro_arguments(pictures, tmp_path / "run", *UNDISTURBED, balance)
-    died = forked_training(arguments, tmp_path / "died", die_in_second_epoch)
-    require_death_in_second_epoch(died, tmp_path / "run")
-    until_death = [line["loss"] for line in lines_of(tmp_path / "run", "step")]
-    assert len(until_death) == 6
-    assert until_death == pytest.approx(undisturbed_losses[:6], rel=1e-4)
-
-    train(tmp_path / "resumed", *arguments, "--resume")
-    assert losses_of(tmp_path / "run") == pytest.approx(undisturbed_losses, rel=1e-4)
-    lender = read_json_lines(tmp_path / "run" / "balance-rank1.jsonl")
-    assert [(line["step"], line["ratio"]) for line in lender] == [(step, 0.5) for step in (2, 4, 6, 8)]
-    assert all(0.4 < line["lent"] < 0.6 and line["pruned"] == 0.0 for line in lender)
-
-
-@pytest.mark.slow
-@pytest.mark.few(1)
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(("num_migrating", "does", "never"), [(1, "lent", "pruned"), (0, "pruned", "lent")])
-def test_semi_relieves_a_straggler_as_it_is_told(
-    pictures: Path, tmp_path: Path, num_migrating: int, does: str, never: str
-) -> None:
-    """By its own choice it would not lend in so small a model."""
-    slow = "straggler={kind: sleep, chi: {1: 80.0}}"  # so that it shows beside what a busy machine does to both
-    wide = "model.mlp_size=4096"  # so that products with fewer columns take less time
-    balance = f"balance={{mode: semi, paper: {{num_migrating: {num_migrating}}}, update_every: 2}}"
-    train(tmp_path / "said", *micro_arguments(pictures, tmp_path, "host=torch", wide, slow, balance))
-    assert len(losses_of(tmp_path)) == NUM_STEPS
-    normal, straggler = (read_json_lines(tmp_path / f"balance-rank{rank}.jsonl") for rank in range(2))
-    assert any(line["is_straggler"] and line[does] > 0.05 for line in straggler)
-    assert all(line[never] == 0.0 for line in straggler)
-    assert any(line["borrowed"] > 0.05 for line in normal) == bool(num_migrating)
 
 
 @pytest.mark.few(1)
@@ -387,8 +302,8 @@ def test_the_demo_compares_its_runs(
     overrides = ("host=torch", data, "training.batch_size=8", "training.epochs=1", micro)
     assert demo.main([f"--output={tmp_path}", *(f"--set={override}" for override in overrides)]) == 0
     printed = capsys.readouterr().out
-    assert all(name in printed for name in runs)
-    assert (tmp_path / "demo.png").stat().st_size > 10_000
+    assert all(f"| {name.lower()} | " in printed for name in runs)
+    assert (tmp_path / "report.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow

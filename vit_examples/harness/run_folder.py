@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import importlib.metadata
 import json
 import logging
 import math
 import platform
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -24,46 +21,13 @@ from typing_extensions import Self
 
 from vit_examples.harness.checkpoints import checkpoint_folder, newest, number_of, read_state
 from vit_examples.harness.config_reader import plain
+from vit_examples.harness.folders import claimed, writable
 from vit_examples.harness.program import agreed, of_all_ranks
 from zeroresize.utils.files import BestEffort, EventBoard, JsonLines, without_nan
 
 logger = logging.getLogger(__name__)
 
 _PACKAGES = ("torch", "colossalai", "transformers", "numpy")
-
-
-@contextmanager
-def claimed(folder: Path) -> Iterator[None]:
-    """Make an output folder; within such a block it is this process's alone, by a lock that ends with the process."""
-    with writable(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "run.lock").open("a")
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(f"output.folder={folder}: another run is writing there") from error
-        yield
-
-
-@contextmanager
-def writable(folder: Path) -> Iterator[None]:
-    """Errors of writing to ``folder`` within such a block are a user's: a ValueError that names the folder."""
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(f"output.folder={folder}: cannot be written to: {error}") from error
-
-
-def empty(*folders: Path) -> None:
-    """Make each of ``folders`` an empty one."""
-    with ExitStack() as held:
-        for folder in folders:
-            held.enter_context(claimed(folder))
-        for folder in folders:
-            with writable(folder):
-                shutil.rmtree(folder)
-                folder.mkdir()
 
 
 def begin_run(
@@ -155,9 +119,7 @@ class RunRecord:
         self.tell(self.title)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
         if self._board is not None:
             self._board.close()

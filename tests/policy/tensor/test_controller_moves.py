@@ -3,8 +3,9 @@
 import pytest
 from helpers.states import resumed
 
+from scripts.simulated.cluster import Cluster
 from scripts.simulated.noise import Noise
-from scripts.simulated.training import Cluster, simulate, unbalanced_step_s
+from scripts.simulated.training import simulate, unbalanced_step_s
 from zeroresize.config import BalanceConfig
 from zeroresize.plan.ownership import SegmentWork
 from zeroresize.policy.moves.move_cost import MoveCost

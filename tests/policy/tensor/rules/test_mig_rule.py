@@ -5,7 +5,8 @@ from helpers.virtual_training import FREE, LINEAR, REALISTIC, balanced_s, group,
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scripts.simulated.training import Cluster, simulate
+from scripts.simulated.cluster import Cluster
+from scripts.simulated.training import simulate
 from zeroresize.config import BalanceConfig
 from zeroresize.policy.tensor.costs import MigrationCost
 from zeroresize.policy.tensor.rules.by_mode import wanted_division

@@ -6,7 +6,8 @@ from helpers.virtual_training import REALISTIC, group, rank
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scripts.simulated.training import Cluster, simulate
+from scripts.simulated.cluster import Cluster
+from scripts.simulated.training import simulate
 from zeroresize.config import BalanceConfig
 from zeroresize.policy.tensor.controller import Controller
 from zeroresize.policy.tensor.costs import MigrationCost
