@@ -23,7 +23,8 @@ from vit_examples.harness.program import agreed
 from zeroresize.microbatch import ChangeRecord, MicroBatchBalancer
 from zeroresize.microbatch.measuring import kinds_of, measure_model
 from zeroresize.microbatch.padded import PaddedBatch, PairBatch
-from zeroresize.microbatch.planners import IterationPlanner, RunPlanners
+from zeroresize.microbatch.planners import RunPlanners
+from zeroresize.microbatch.planning_process import IterationPlanner
 from zeroresize.microbatch.store import share_store
 from zeroresize.microbatch.trainer import MicroBatchTrainer
 from zeroresize.policy.microbatches.costs import CostTable

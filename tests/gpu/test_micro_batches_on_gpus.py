@@ -9,7 +9,8 @@ from helpers.sample_lengths import Lengths
 from lm_examples.layers import summed_loss
 from zeroresize.microbatch.balancer import MicroBatchBalancer
 from zeroresize.microbatch.measuring import ProfiledShapes, measure_model
-from zeroresize.microbatch.planners import IterationPlanner, RunPlanners
+from zeroresize.microbatch.planners import RunPlanners
+from zeroresize.microbatch.planning_process import IterationPlanner
 from zeroresize.microbatch.store import share_store
 from zeroresize.microbatch.trainer import MicroBatchTrainer
 from zeroresize.plan.strategy import Strategy

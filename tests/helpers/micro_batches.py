@@ -8,7 +8,7 @@ from helpers.sample_lengths import Lengths
 from lm_examples.layers import summed_loss
 from lm_examples.microbatches.models import ModelConfig, padded_layers
 from zeroresize.microbatch.padded import PaddedBatch, PairBatch
-from zeroresize.microbatch.planners import IterationPlanner
+from zeroresize.microbatch.planning_process import IterationPlanner
 from zeroresize.microbatch.trainer import MicroBatchTrainer
 from zeroresize.policy.microbatches.costs import CostTable, LayerGrid, grid_points
 from zeroresize.policy.microbatches.plan import IterationPlan, MicroBatch, PlanningOptions

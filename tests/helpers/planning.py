@@ -97,6 +97,21 @@ class Unloadable:
         return _raise, ("the file of lengths is not on this host",)
 
 
+class SlowToLoad:
+    """Takes two seconds to load, as where imports take long."""
+
+    def __call__(self, iteration):
+        return text_of(iteration)
+
+    def __reduce__(self):
+        return _loaded_slowly, ()
+
+
+def _loaded_slowly():
+    time.sleep(2.0)
+    return SlowToLoad()
+
+
 def _raise(text):
     raise OSError(text)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from helpers.planning import (
     RecordedPlan,
+    SlowToLoad,
     Unloadable,
     drawn_text,
     fork_planners,
@@ -26,7 +27,8 @@ from helpers.planning import (
 
 from zeroresize.microbatch import planners as planners_module
 from zeroresize.microbatch.planners import Planners
-from zeroresize.microbatch.store import PlanningError, StoreError
+from zeroresize.microbatch.planning_process import PlanningError
+from zeroresize.microbatch.store import StoreError
 
 
 @pytest.fixture
@@ -164,6 +166,15 @@ def test_a_planner_that_is_lost_is_replaced_and_the_others_go_on(start, store, f
         os.kill(process, signal.SIGKILL)
     wait_until(lambda: not any(map(is_alive, idle)))
     assert all_fetched(planners, store, [40, 41]) == [text_of(40), text_of(41)]
+
+
+def test_a_slow_start_counts_neither_as_planning_nor_as_waiting(start, store, monkeypatch):
+    start(SlowToLoad(), deadline_s=0.5)
+    assert fetched(store, 0, timeout_s=1.5) == text_of(0)
+    with pytest.raises(PlanningError, match=r"the last did not start within 0\.5 s while it planned iteration 0"):
+        monkeypatch.setattr(planners_module, "_START_S", 0.5)
+        start(SlowToLoad(), series=2, deadline_s=0.5)
+        fetched(store, 0, series=2)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from helpers.planning import error_of, is_alive, wait_until
 from helpers.processes import told_by_survivors
 
 from zeroresize.microbatch.planners import RunPlanners
-from zeroresize.microbatch.store import SharedStore, plan_value, served_store, share_store
+from zeroresize.microbatch.planning_process import plan_value
+from zeroresize.microbatch.store import SharedStore, served_store, share_store
 from zeroresize.policy.microbatches.plan import IterationPlan, MicroBatch, ReplicaPlan
 from zeroresize.runtime.instructions import Instruction, Kind
 

@@ -15,14 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zeroresize.microbatch import store as store_module
-from zeroresize.microbatch.store import (
-    MOST_BYTES,
-    PlanningError,
-    StoreError,
-    failure_value,
-    plan_value,
-    share_store,
-)
+from zeroresize.microbatch.planning_process import MOST_BYTES, PlanningError, failure_value, plan_value
+from zeroresize.microbatch.store import StoreError, share_store
 
 
 def fetched(store, iteration, timeout_s=10.0, warns=True):

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from zeroresize.microbatch.balancer import MicroBatchBalancer
     from zeroresize.microbatch.measuring import ProfiledShapes, measure_model
     from zeroresize.microbatch.padded import PaddedBatch, PairBatch
-    from zeroresize.microbatch.planners import IterationPlanner, RunPlanners
+    from zeroresize.microbatch.planners import RunPlanners
+    from zeroresize.microbatch.planning_process import IterationPlanner
     from zeroresize.microbatch.store import share_store
     from zeroresize.microbatch.trainer import IterationReport, MicroBatchTrainer
     from zeroresize.policy.microbatches.costs import CostTable
@@ -45,7 +46,8 @@ _NAMES = {
     "zeroresize.microbatch.balancer": ("MicroBatchBalancer",),
     "zeroresize.microbatch.measuring": ("ProfiledShapes", "measure_model"),
     "zeroresize.microbatch.padded": ("PaddedBatch", "PairBatch"),
-    "zeroresize.microbatch.planners": ("IterationPlanner", "RunPlanners"),
+    "zeroresize.microbatch.planners": ("RunPlanners",),
+    "zeroresize.microbatch.planning_process": ("IterationPlanner",),
     "zeroresize.microbatch.store": ("share_store",),
     "zeroresize.microbatch.trainer": ("IterationReport", "MicroBatchTrainer"),
     "zeroresize.policy.microbatches.costs": ("CostTable",),

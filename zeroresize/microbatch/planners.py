@@ -1,106 +1,67 @@
 """The planners of a run: processes that plan iterations ahead of training (DynaPipe, section 3), and who asks them.
 
-:class:`IterationPlanner` is what they call, :class:`Planners` are those of a host, :class:`RunPlanners` those of a run.
+:class:`Planners` are those of a host, :class:`RunPlanners` those of a run.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
+import math
 import multiprocessing
 import os
 import pickle
-import random
 import shutil
-import signal
 import sys
 import tempfile
 import threading
 import time
-import traceback
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, require_group, time_limit
-from zeroresize.microbatch.store import MOST_BYTES, PlanningError, SharedStore, StoreError, failure_value, plan_value
-from zeroresize.policy.microbatches.costs import CostTable, StageCosts
-from zeroresize.policy.microbatches.plan import Indices, IterationPlan, PlanningOptions
-from zeroresize.policy.microbatches.planning import plan_iteration
+from zeroresize.microbatch.planning_process import (
+    IterationPlanner,
+    Plan,
+    PlanningError,
+    begin_process,
+    begun_path,
+    failure_value,
+    path_of,
+    plan_in_process,
+)
+from zeroresize.microbatch.store import SharedStore, StoreError
+from zeroresize.policy.microbatches.plan import IterationPlan
 from zeroresize.resharding.agreement import agreed, meet_over, require_same
-from zeroresize.utils.hashing import digest, fingerprint
+from zeroresize.utils.hashing import fingerprint
 from zeroresize.utils.value_checks import at_least, number
 
 logger = logging.getLogger(__name__)
 
-#: ``plan(iteration)`` returns the text of an iteration's plan, the same in whatever process it is called.
-Plan = Callable[[int], str]
 #: What something in the store belongs to: the number of a series of plans, and an iteration.
 Place = tuple[int, int]
 
-#: For planners: one thread each, and no GPU.
-_LIMITS = {
-    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), "1"),
-    "CUDA_VISIBLE_DEVICES": "",
-}
 #: A fork of the training process would have its threads' locks and its GPU.
 _START_METHOD = "spawn"
 #: How often an iteration's planner may fail until it counts as one that cannot be planned.
 _MOST_FAILURES = 3
-#: Seconds between two looks at deadlines; between two of a planner at its parent; and for which an end is waited for.
-_TICK_S, _LOOK_S, _END_S = 0.5, 0.5, 2.0
+#: Seconds between two looks at deadlines; for which an end is waited for; and that the start of a process may take:
+#: on a loaded machine its imports take a minute.
+_TICK_S, _END_S, _START_S = 0.5, 2.0, 600.0
 #: Of how many iterations the seconds of planning are kept.
 _NUM_KEPT = 10_000
 #: Of the group's time limit, what waiting for a plan may take: ranks that have theirs wait for the others meanwhile.
 _SHARE_OF_LIMIT = 0.5
-
-
-@dataclass(frozen=True)
-class IterationPlanner:
-    """Plans iterations: what planner processes call, to which it goes pickled.
-
-    Attributes:
-        lengths_of: returns [N, A] tokens of the samples of an iteration, in their order; a function of a module, or an
-            object that can be pickled.
-        table: costs of the model's layers.
-        boundaries: [S + 1] of the pipeline's stages.
-        options: of planning.
-    """
-
-    lengths_of: Callable[[int], Indices]
-    table: CostTable
-    boundaries: tuple[int, ...]
-    options: PlanningOptions
-
-    def __post_init__(self) -> None:
-        self.costs, self.fingerprint  # noqa: B018 - processes are given both
-
-    @cached_property
-    def costs(self) -> dict[str, StageCosts]:
-        """What the stages take, by what is computed again."""
-        return self.table.costs(self.boundaries)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """What plans of this planner carry: costs, stages and options."""
-        return digest(self.table.fingerprint, repr((self.boundaries, self.options))).hex()
-
-    def __call__(self, iteration: int) -> str:
-        """Return the plan of an iteration as text."""
-        lengths = self.lengths_of(iteration)
-        return plan_iteration(iteration, lengths, self.costs, self.options, model=self.fingerprint).to_json()
 
 
 class RunPlanners:
@@ -117,8 +78,9 @@ class RunPlanners:
         num_workers: processes of each host that plan at once.
         ahead: how many iterations may be planned beyond the one that is under way; None for twice as many as there are
             processes on all hosts, at least 4.
-        timeout_s: seconds to wait for a plan at most; None for half of the group's time limit. A process that plans one
-            iteration for more than a quarter of it is replaced.
+        timeout_s: seconds to wait for a plan at most, those not counted in which the host's processes start; None for
+            half of the group's time limit. A process that plans one iteration for more than a quarter of it is
+            replaced; to start it has ten minutes.
 
     Attributes:
         planner: the one in force.
@@ -259,7 +221,7 @@ class Planners:
         store: where plans go. Of several hosts each plans the iterations whose number is its own modulo theirs.
         series: of the plans, in the store.
         first, last, num_workers, ahead: as of :class:`RunPlanners`.
-        deadline_s: seconds that planning an iteration may take, with the start of a process.
+        deadline_s: seconds that planning an iteration may take, once its process has started.
 
     Attributes:
         seconds: iterations, and how long each took to plan.
@@ -311,7 +273,10 @@ class Planners:
     def doing(self) -> str:
         """Return what they do, in words."""
         tasks = [task for worker in self._workers if (task := worker.task) is not None]
-        words = ", ".join(f"iteration {task.place[1]} for {task.seconds:.1f} s" for task in tasks)
+        words = ", ".join(
+            f"iteration {task.place[1]} for {task.seconds:.1f} s{'' if task.has_begun() else ', and start for it'}"
+            for task in tasks
+        )
         return f"{self._name} ({len(self._workers)}) plan {words or 'nothing'}"
 
     def close(self) -> None:
@@ -337,6 +302,8 @@ class Planners:
                     self._hear(worker)
                 self._forget()
                 self._hand_out()
+                if any(worker.is_starting for worker in self._workers):
+                    self._store.tell_start()
                 self._wake.wait(_TICK_S)
                 self._wake.clear()
         except StoreError as error:
@@ -423,10 +390,17 @@ class _Task:
     place: Place
     began: float
     future: Future[float]
+    begun: float = math.inf  # when its process had started
 
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.began
+
+    def has_begun(self) -> bool:
+        """Whether the process has imported what it needs."""
+        if self.begun == math.inf and begun_path(self.path, self.place[1]).exists():
+            self.begun = time.monotonic()
+        return self.begun < math.inf
 
 
 class _Worker:
@@ -441,17 +415,25 @@ class _Worker:
     def start(self, path: Path, place: Place, when_done: Callable[[], object]) -> None:
         """Plan an iteration; :meth:`outcome` tells of all that fails."""
         self.task = _Task(path, place, time.monotonic(), Future())
+        begun_path(path, place[1]).unlink(missing_ok=True)
         try:
             if self._pool is None:
                 context = multiprocessing.get_context(_START_METHOD)
-                self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(self._folder,))
+                self._pool = ProcessPoolExecutor(
+                    1, mp_context=context, initializer=begin_process, initargs=(self._folder,)
+                )
             with _without_program():
-                self.task.future = self._pool.submit(_plan, path, place[1])
+                self.task.future = self._pool.submit(plan_in_process, path, place[1])
             self._processes = list((self._pool._processes or {}).values())
             self.task.future.add_done_callback(lambda _: when_done())
         except Exception as error:  # no memory, no processes
             self.task.future = Future()
             self.task.future.set_exception(error)
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether its process imports what it needs."""
+        return self.task is not None and not self.task.future.done() and not self.task.has_begun()
 
     def outcome(self, deadline_s: float) -> tuple[float, bytes] | str | None:
         """Return the seconds and what was planned, or in words why nothing comes; None while that is not known."""
@@ -459,11 +441,14 @@ class _Worker:
         if task is None:
             return None
         if not task.future.done():
-            return f"took longer than {deadline_s:g} s" if task.seconds > deadline_s else None
-        path = _path_of(task.path, task.place[1])
+            if task.has_begun():
+                return f"took longer than {deadline_s:g} s" if time.monotonic() - task.begun > deadline_s else None
+            return f"did not start within {_START_S:g} s" if task.seconds > _START_S else None
+        path = path_of(task.path, task.place[1])
         try:
             seconds, value = task.future.result(), path.read_bytes()
             path.unlink()
+            begun_path(task.path, task.place[1]).unlink()
         except Exception as error:
             return f"ended, as where memory runs out ({type(error).__name__}: {error}),"
         return seconds, value
@@ -512,62 +497,3 @@ def _end_all() -> None:
 
 # Before that of concurrent.futures, which waits for tasks, and earlier than by atexit, which comes after it.
 threading._register_atexit(_end_all)  # type: ignore[attr-defined]
-
-
-# What follows runs in the planners' processes.
-
-
-def _begin(folder: Path) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the training process ends this one
-    os.environ.update(_LIMITS)
-    torch.set_num_threads(1)
-    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
-
-
-def _end_with_parent(folder: Path) -> None:
-    parent, training = os.getppid(), multiprocessing.parent_process()
-    while os.getppid() == parent and (training is None or training.is_alive()):
-        time.sleep(_LOOK_S)
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)
-
-
-def _plan(path: Path, iteration: int) -> float:
-    """Plan an iteration, leave what comes of it in a file, and return the seconds.
-
-    What goes through the pool's pipes is so short that no process is killed in the midst of writing it: the pool would
-    wait for the rest.
-    """
-    random.seed(iteration)  # what is drawn in planning is the same whichever process does it
-    np.random.seed(iteration % 2**32)
-    began = time.perf_counter()
-    try:
-        text = _loaded(path)(iteration)
-        if not isinstance(text, str):
-            raise TypeError(f"the function that plans has returned {type(text).__name__}: text is needed")
-        value = plan_value(text)
-        if len(value) > MOST_BYTES:
-            raise PlanningError(f"its plan has {len(value)} bytes, and a store takes {MOST_BYTES} at most")
-    except (ValueError, PlanningError) as error:
-        value = failure_value(type(error).__name__, str(error))
-    except BaseException as error:  # also of a program that wants to exit
-        value = failure_value(type(error).__name__, f"{error!r}\n{traceback.format_exc()}")
-    _path_of(path, iteration).write_bytes(value)
-    return time.perf_counter() - began
-
-
-@functools.lru_cache(maxsize=1)
-def _loaded(path: Path) -> Plan:
-    try:
-        plan: Plan = pickle.loads(path.read_bytes())
-    except Exception as error:
-        raise PlanningError(
-            f"processes cannot load the function that plans ({type(error).__name__}: {error}): it has to be one of a "
-            "module, or an object of a class of a module, and not of the program that is run"
-        ) from error
-    return plan
-
-
-def _path_of(path: Path, iteration: int) -> Path:
-    """The file in which what came of an iteration is left, beside that of the function."""
-    return path.with_suffix(f".{iteration}")

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup, TCPStore
 
 from zeroresize.comm.collectives import require_group
 from zeroresize.comm.rendezvous import Rendezvous
+from zeroresize.microbatch.planning_process import PLAN, PlanningError
 from zeroresize.utils.deadline import within
 from zeroresize.utils.torch_state import reason
 
@@ -23,11 +24,9 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-_PLAN, _FAILURE = b"P", b"F"
-#: Bytes that a value may have: TCPStore closes the connection of who sends 8 MiB.
-MOST_BYTES = 8 * 2**20 - 1024
-#: Seconds between two questions for a plan: they begin at the first and double up to the second.
-_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.001, 0.05
+#: Seconds between two questions for a plan: they begin at the first and double up to the second. And between two
+#: whether planners still start.
+_LEAST_PAUSE_S, _MOST_PAUSE_S, _LOOK_S = 0.001, 0.05, 1.0
 #: Seconds within which a store has to answer.
 _ANSWER_S = 30.0
 _LOOPBACK = "127.0.0.1"
@@ -35,20 +34,6 @@ _LOOPBACK = "127.0.0.1"
 
 class StoreError(RuntimeError):
     """Tells that an instruction store cannot be reached."""
-
-
-class PlanningError(RuntimeError):
-    """Tells that there is no plan of an iteration, and why."""
-
-
-def plan_value(text: str) -> bytes:
-    """Return what the store keeps of a plan; zlib's fastest level makes it a few times smaller in a millisecond."""
-    return _PLAN + zlib.compress(text.encode(), 1)
-
-
-def failure_value(kind: str, text: str) -> bytes:
-    """Return what the store keeps in place of a plan: the name of an error's class, and what it said."""
-    return _FAILURE + json.dumps({"kind": kind, "text": text}).encode()
 
 
 class SharedStore:
@@ -84,7 +69,7 @@ class SharedStore:
         self.warn_after_s = 10.0
         self._store, self._address, self._rendezvous = store, address, rendezvous
         self._limit = timedelta(seconds=answer_s)
-        self._num_series = 0
+        self._num_series = self._num_beats = 0
 
     def new_series(self) -> int:
         """Return the number of a series of plans, the same on all ranks if they call this equally often."""
@@ -95,8 +80,15 @@ class SharedStore:
         """Leave the plan of an iteration, or a failure in its place, of at most :data:`MOST_BYTES`."""
         self._ask(lambda store: store.set(_key(series, iteration), value), f"leave the plan of iteration {iteration}")
 
+    def tell_start(self) -> None:
+        """Tell the ranks that processes of this host live, and start: waiting for their plans does not count now."""
+        self._num_beats += 1
+        number = str(self._num_beats)
+        self._ask(lambda store: store.set(_start_key(self.host), number), "tell that planners start")
+
     def get(self, series: int, iteration: int, timeout_s: float, doing: Callable[[], str], *, warns: bool) -> str:
-        """Wait for the plan of an iteration and return it, for so many seconds at most.
+        """Wait for the plan of an iteration and return it, for so many seconds at most, from when its host's
+        processes were last told to start.
 
         Args:
             doing: tells what planners do, for messages.
@@ -109,12 +101,18 @@ class SharedStore:
         """
         began, next_warning_s, pause_s = time.monotonic(), self.warn_after_s, _LEAST_PAUSE_S
         key, purpose = _key(series, iteration), f"fetch the plan of iteration {iteration}"
+        start, beat, looked, counted = _start_key(iteration % self.num_hosts), b"", began, began
         while True:
             value = self._ask(lambda store: store.get(key) if store.check([key]) else None, purpose)
             if value is not None:
                 return _text_of(iteration, value)
-            waited_s = time.monotonic() - began
-            if waited_s > timeout_s:
+            now = time.monotonic()
+            if now - looked > _LOOK_S:
+                last, looked = beat, now
+                beat = self._ask(lambda store: store.get(start) if store.check([start]) else b"", purpose)
+                counted = counted if beat == last else now
+            waited_s = now - began
+            if now - counted > timeout_s:
                 raise PlanningError(
                     f"no plan of iteration {iteration} came to {self._address} within {timeout_s:g} s: {doing()}"
                 )
@@ -219,9 +217,13 @@ def _key(series: int, iteration: int) -> str:
     return f"plan/{series}/{iteration}"
 
 
+def _start_key(host: int) -> str:
+    return f"start/{host}"
+
+
 def _text_of(iteration: int, value: bytes) -> str:
     kind, content = value[:1], value[1:]
-    if kind == _PLAN:
+    if kind == PLAN:
         return zlib.decompress(content).decode()
     failure = json.loads(content)
     error = ValueError if failure["kind"] == ValueError.__name__ else PlanningError

@@ -19,8 +19,6 @@ from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
-import torch
-from torch import Tensor
 
 Decoded = TypeVar("Decoded")
 
@@ -28,7 +26,7 @@ Decoded = TypeVar("Decoded")
 FORMAT = 1
 UNSAVED = {"unsaved": True}
 _PLAIN = frozenset({int, float, bool, str, type(None)})
-_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", Tensor: "a tensor"}
+_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
 def saved(state: Any) -> dict[str, Any]:
@@ -51,6 +49,8 @@ def require_format(number: Any, where: str) -> None:
 
 def plain_value(stream: io.BytesIO, what: str) -> Any:
     """Return what ``torch.save`` wrote, if reading it runs no code."""
+    import torch  # processes that plan need nothing of it
+
     try:
         return torch.load(stream, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged files raise whatever they come to
@@ -70,7 +70,7 @@ def first_reason(error: Exception) -> str:
 def encoded(value: Any) -> Any:
     """Return ``value`` as plain values and tensors."""
     kind = type(value)
-    if kind in _PLAIN or isinstance(value, Tensor):
+    if kind in _PLAIN:
         return value
     if kind is tuple or kind is list:
         if _PLAIN.issuperset(map(type, value)):  # as long ones are
@@ -82,7 +82,9 @@ def encoded(value: Any) -> Any:
         return {key: encoded(item) for key, item in value.items()}
     if isinstance(value, frozenset):
         return tuple(map(encoded, sorted(value)))
-    return value.value if isinstance(value, Enum) else value.tolist()
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    return value.value if isinstance(value, Enum) else value  # a tensor
 
 
 def decoded(cls: type[Decoded], value: Any, where: str, known: Decoded | None = None) -> Decoded:
@@ -140,7 +142,7 @@ def _decoded(kind: Any, value: Any, where: str, known: Any) -> Any:
         _require(value in allowed, f"one of {allowed}", value, where)
         return kind(value)
     is_number = isinstance(value, (int, float) if kind is float else kind)
-    _require(is_number and (kind is bool or not isinstance(value, bool)), _NAMES[kind], value, where)
+    _require(is_number and (kind is bool or not isinstance(value, bool)), _NAMES.get(kind, "a tensor"), value, where)
     return value
 
 
