@@ -448,7 +448,7 @@ class _Worker:
         try:
             seconds, value = task.future.result(), path.read_bytes()
             path.unlink()
-            begun_path(task.path, task.place[1]).unlink()
+            begun_path(task.path, task.place[1]).unlink(missing_ok=True)
         except Exception as error:
             return f"ended, as where memory runs out ({type(error).__name__}: {error}),"
         return seconds, value
