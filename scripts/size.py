@@ -25,11 +25,11 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 44_740,
-    "package files": 266,
-    "package code lines": 28_570,
-    "tests lines": 45_740,
-    "examples lines": 13_350,
+    "package lines": 45_190,
+    "package files": 268,
+    "package code lines": 28_910,
+    "tests lines": 40_790,
+    "examples lines": 12_450,
     "docs lines": 4_285,
     "tuning constants": 147,
 }

@@ -299,7 +299,7 @@ def test_the_demo_compares_its_runs(
     monkeypatch.setattr(demo, "RUNS", runs)
     micro = "model={hidden_size: 32, depth: 1, num_heads: 2, patch_size: 8}"
     data = f"data={{source: '{pictures}'}}"
-    overrides = ("host=torch", data, "training.batch_size=8", "training.epochs=1", micro)
+    overrides = ("host=torch", data, "training.batch_size=8", "training.epochs=1", "balance.update_every=2", micro)
     assert demo.main([f"--output={tmp_path}", *(f"--set={override}" for override in overrides)]) == 0
     printed = capsys.readouterr().out
     assert all(f"| {name.lower()} | " in printed for name in runs)

@@ -31,7 +31,7 @@ _PLAIN = (int, float, str, type(None))
 
 
 @dataclass(frozen=True)
-class _Piece:
+class SavedPiece:
     """What is known of a piece of a tensor, beside its name and where it begins."""
 
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class _Piece:
     crc: int
 
     @classmethod
-    def of(cls, entries: Tensor) -> _Piece:
+    def of(cls, entries: Tensor) -> SavedPiece:
         data = entries.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         memory: Any = data.numpy()
         return cls(tuple(entries.shape), str(entries.dtype), zlib.crc32(memory))
@@ -50,7 +50,7 @@ class _Entry:
     """What one rank has written: pieces by name and by where they begin, the checksums of values by name."""
 
     save: int
-    pieces: dict[str, dict[str, _Piece]] = field(default_factory=dict)
+    pieces: dict[str, dict[str, SavedPiece]] = field(default_factory=dict)
     values: dict[str, int] = field(default_factory=dict)
 
 
@@ -58,7 +58,7 @@ class Checksums:
     """Takes the checksums of what this rank gives DCP to write."""
 
     def __init__(self) -> None:
-        self._pieces: dict[tuple[str, torch.Size], Future[_Piece]] = {}
+        self._pieces: dict[tuple[str, torch.Size], Future[SavedPiece]] = {}
         self._values: dict[str, int] = {}
         self._thread: ThreadPoolExecutor | None = None
         self._save = 0
@@ -77,7 +77,7 @@ class Checksums:
         if entries.device.type != "cpu":
             torch.accelerator.current_stream(entries.device).synchronize()  # the thread has a stream of its own
         self._thread = self._thread or ThreadPoolExecutor(1, "checksums")
-        self._pieces[name, chunk.offsets] = self._thread.submit(_Piece.of, entries)
+        self._pieces[name, chunk.offsets] = self._thread.submit(SavedPiece.of, entries)
 
     def begin_save(self) -> int:
         """Return a number of a save, which is no other one's."""
@@ -86,7 +86,7 @@ class Checksums:
 
     def text(self) -> str:
         """Return this rank's entry, once all of it is known."""
-        pieces: dict[str, dict[str, _Piece]] = {}
+        pieces: dict[str, dict[str, SavedPiece]] = {}
         for (name, begin), piece in self._pieces.items():
             pieces.setdefault(name, {})[_key(begin)] = piece.result()
         self._pieces = {}
@@ -129,16 +129,15 @@ class SavedChecksums:
         if not is_whole or sum(math.prod(chunk.sizes) for chunk in metadata.chunks) != math.prod(metadata.size):
             raise ValueError(f"{name}: the index is damaged: its pieces are not those that were written")
 
-    def require_same(self, key: MetadataIndex, entries: Tensor, file: IO[bytes]) -> None:
-        """Raise ValueError unless a piece that was read is the one that was written, or what no rank tells is sound."""
+    def piece_of(self, key: MetadataIndex, file: IO[bytes]) -> SavedPiece | None:
+        """Return what was written of a piece in a file; None for what no rank tells of, if that is sound."""
         piece = self._piece(key)
         if piece is None:
             if self._is_known(key.fqn):
                 raise ValueError(f"{key.fqn}: the index is damaged: it tells of a piece that was not written")
             file.seek(0)
             require_sound(file.read())
-        elif piece != _Piece.of(entries):
-            raise ValueError(f"{key.fqn}: damaged, or of another save: its checksum is not that of when it was written")
+        return piece
 
     def require_same_value(self, name: str, value: Any) -> None:
         """Raise ValueError unless a value that was read is the one that was written, as far as a rank tells."""
@@ -146,7 +145,7 @@ class SavedChecksums:
         if crc is not None and crc != _crc_of(value):
             raise ValueError(f"{name}: of another save: its checksum is not that of when it was written")
 
-    def _piece(self, key: MetadataIndex) -> _Piece | None:
+    def _piece(self, key: MetadataIndex) -> SavedPiece | None:
         for entry in self._of(key):
             piece = entry.pieces.get(key.fqn, {}).get(_key(key.offset or ()))
             if piece is not None:

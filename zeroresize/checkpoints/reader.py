@@ -6,6 +6,8 @@ import io
 import os
 import re
 import stat
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import IO, Any, Protocol, runtime_checkable
@@ -22,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from zeroresize.checkpoints.checksums import CHECKSUMS, SavedChecksums, require_sound
+from zeroresize.checkpoints.checksums import CHECKSUMS, SavedChecksums, SavedPiece, require_sound
 from zeroresize.checkpoints.index import read_index
 from zeroresize.utils.codec import first_reason, plain_value, require_format
 
@@ -100,45 +102,66 @@ class CheckpointReader(FileSystemReader):
         for item in plan.items:
             file = self.storage_data[item.storage_index].relative_path
             by_file.setdefault((item.type is not LoadItemType.BYTE_IO, file), []).append(item)
-        for (_, name), items in sorted(by_file.items(), key=lambda entry: entry[0]):
-            try:
-                with _plain_file(self.path, name).open("rb") as stream:
-                    for item in items:
-                        self._read_item(item, stream, planner)
-            except Exception as error:  # damaged files raise whatever they come to
-                reason = str(error) if isinstance(error, ValueError) else first_reason(error)
-                raise ValueError(f"{Path(self.path) / name}: {reason}") from error
+        with ThreadPoolExecutor(1, "checksums") as thread:  # the checksum of a piece is taken while the next is read
+            for (_, name), items in sorted(by_file.items(), key=lambda entry: entry[0]):
+                try:
+                    with _plain_file(self.path, name).open("rb") as stream:
+                        compare: Callable[[], None] | None = None
+                        for item in items:
+                            read = self._read_value if item.type is LoadItemType.BYTE_IO else self._read_piece
+                            last, compare = compare, read(item, stream, planner, thread)
+                            if last is not None:
+                                last()
+                        if compare is not None:
+                            compare()
+                except Exception as error:  # damaged files raise whatever they come to
+                    reason = str(error) if isinstance(error, ValueError) else first_reason(error)
+                    raise ValueError(f"{Path(self.path) / name}: {reason}") from error
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read_item(self, item: ReadItem, stream: IO[bytes], planner: LoadPlanner) -> None:
-        """Planners unpickle what they get, so it is written anew from what was read."""
-        key = item.storage_index
-        place = self.storage_data[key]
+    def _opened(self, item: ReadItem, stream: IO[bytes]) -> IO[bytes]:
+        place = self.storage_data[item.storage_index]
         raw = self._slice_file(stream, place)
-        data: Any = self.transforms.transform_load_stream(item, place.transform_descriptors or (), raw)
-        if item.type is LoadItemType.BYTE_IO:
-            written, anew = data.read(), io.BytesIO()
-            require_sound(written)
-            plain = plain_value(io.BytesIO(written), f"{self.path}: {key.fqn}")
-            self._saved.require_same_value(key.fqn, plain)
-            if key.fqn == _FORMAT:  # before tensors are read, which go where they belong at once
-                require_format(plain, "optimizer")
-            torch.save(plain, anew)
-            anew.seek(0)
-            planner.load_bytes(item, anew)
-            return
+        opened: IO[bytes] = self.transforms.transform_load_stream(item, place.transform_descriptors or (), raw)
+        return opened
+
+    def _read_value(self, item: ReadItem, stream: IO[bytes], planner: LoadPlanner, _: ThreadPoolExecutor) -> None:
+        """Planners unpickle what they get, so it is written anew from what was read."""
+        name, written, anew = item.storage_index.fqn, self._opened(item, stream).read(), io.BytesIO()
+        require_sound(written)
+        plain = plain_value(io.BytesIO(written), f"{self.path}: {name}")
+        self._saved.require_same_value(name, plain)
+        if name == _FORMAT:  # before tensors are read, which go where they belong at once
+            require_format(plain, "optimizer")
+        torch.save(plain, anew)
+        anew.seek(0)
+        planner.load_bytes(item, anew)
+
+    def _read_piece(
+        self, item: ReadItem, stream: IO[bytes], planner: LoadPlanner, thread: ThreadPoolExecutor
+    ) -> Callable[[], None]:
+        """Return what raises ValueError if the piece is not the one that was written."""
+        key, data = item.storage_index, self._opened(item, stream)
         data = data if data.seekable() else io.BytesIO(data.read())
         piece = torch.load(data, map_location="cpu", weights_only=True)
-        self._saved.require_same(key, piece, data)
+        written = self._saved.piece_of(key, data)
+        read = None if written is None else thread.submit(SavedPiece.of, piece)
+        part = piece
         for dim, (begin, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            piece = piece.narrow(dim, begin, length)
+            part = part.narrow(dim, begin, length)
         target = planner.resolve_tensor(item).detach()
-        if target.shape != piece.shape:
-            raise ValueError(f"{key.fqn}: of shape {tuple(piece.shape)}, where {tuple(target.shape)} is expected")
-        target.copy_(piece)
+        if target.shape != part.shape:
+            raise ValueError(f"{key.fqn}: of shape {tuple(part.shape)}, where {tuple(target.shape)} is expected")
+        target.copy_(part)
         planner.commit_tensor(item, target)
+
+        def compare() -> None:
+            if read is not None and read.result() != written:
+                raise ValueError(f"{key.fqn}: damaged, or of another save: its checksum is not the saved one")
+
+        return compare
 
     def _bytes_of(self, key: MetadataIndex) -> bytes:
         """Those of an entry of the index that is a tensor of bytes."""
