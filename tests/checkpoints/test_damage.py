@@ -10,6 +10,8 @@ from helpers.parallel_layers import block, segments_of, uneven
 from helpers.pipelines import held
 from test_pipeline_state import Training as PipelineTraining
 from test_strategy_state import layers_of
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import zeroresize as zr
 from zeroresize.plan.strategy import Strategy
@@ -150,3 +152,44 @@ def test_a_file_of_another_save_is_refused(run_ranks, tmp_path, wing, of_other):
 
     run_ranks(save, 2)
     assert run_ranks(check, 1) == [(True, True)]
+
+
+def test_torchs_own_programs_read_what_holds_checksums(run_ranks, tmp_path):
+    def check(rank, group):
+        units(group, True).save(tmp_path / "saved")
+        return block(group, 1)[2].weight.detach()
+
+    weight = run_ranks(check, 2)[0]
+    dcp_to_torch_save(tmp_path / "saved", tmp_path / "plain.pt")
+    assert torch.equal(torch.load(tmp_path / "plain.pt", weights_only=True)["2.weight"], weight)
+
+
+def test_two_saves_at_once_of_a_state_have_checksums_of_their_own(run_ranks, tmp_path):
+    def check(rank, group):
+        job = units(group, True)
+        state = zr.sharded_state_dict(job.model, job.optimizer)
+        later = dcp.async_save(state, checkpoint_id=tmp_path / "first", process_group=torch.distributed.new_group())
+        with torch.no_grad():
+            for parameter in job.model.parameters():
+                parameter.add_(1.0)
+        dcp.save(state, checkpoint_id=tmp_path / "second", process_group=group)
+        later.result()
+
+    def load(rank, group):
+        first, second = (units(group, False) for _ in range(2))
+        for job, name in ((first, "first"), (second, "second")):
+            state = zr.sharded_state_dict(job.model, job.optimizer)
+            dcp.load(state, storage_reader=zr.CheckpointReader(tmp_path / name), process_group=group)
+        pairs = zip(first.model.parameters(), second.model.parameters(), strict=True)
+        assert all(torch.equal(before + 1.0, after) for before, after in pairs)
+
+    run_ranks(check, 2)
+    run_ranks(load, 1)
+
+
+def test_a_checkpoint_of_others_holds_no_checksums_and_says_so(tmp_path, caplog):
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    dcp.save(model.state_dict(), checkpoint_id=tmp_path)
+    dcp.load(zr.sharded_state_dict(other), storage_reader=zr.CheckpointReader(tmp_path))
+    assert torch.equal(other.weight, model.weight)
+    assert any("holds no checksums" in record.getMessage() for record in caplog.records)

@@ -3,7 +3,8 @@
 Every rank that writes adds an entry, :data:`CHECKSUMS`, in which all stands that it has given DCP to write: of each
 piece of a tensor where it begins, its shape, dtype and CRC-32, and of each plain value the CRC-32. The index names the
 entries with a number of their save, which they hold too, so that a file of another save is told from this one's.
-Checksums are taken in a thread while DCP writes: of what it writes, so of the copies where it writes in the background.
+Checksums are taken in a thread while DCP writes, or with a GPU just before: of what it writes, so of the copies where
+it writes in the background.
 """
 
 from __future__ import annotations
@@ -63,9 +64,11 @@ class Checksums:
         self._thread: ThreadPoolExecutor | None = None
         self._save = 0
 
-    def __deepcopy__(self, memo: Any) -> Checksums:
-        """Those of tensors that an asynchronous checkpoint copies are taken of the copies."""
-        return self
+    def __deepcopy__(self, memo: dict[int, Any]) -> Checksums:
+        """Those of tensors that an asynchronous checkpoint copies: others may be saved meanwhile."""
+        copied = memo[id(self)] = Checksums()
+        copied._values = dict(self._values)
+        return copied
 
     def note(self, name: str, value: Any) -> None:
         """Take that of a plain value."""

@@ -8,6 +8,7 @@ taken, see :mod:`zeroresize.checkpoints.checksums`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn
 
@@ -23,7 +24,7 @@ from zeroresize.layers.local_parts import local_of
 from zeroresize.plan.ownership import Indices
 from zeroresize.utils.torch_private import is_copy_to, is_dtensor, make_wrapper, no_torch_function
 
-_SCALAR = ChunkStorageMetadata(torch.Size([]), torch.Size([]))
+_EMPTY = ChunkStorageMetadata(torch.Size([0]), torch.Size([0]))
 
 
 class Piece(NamedTuple):
@@ -98,7 +99,9 @@ class _Part:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Part:
         """As an asynchronous checkpoint wants it: on the CPU, whatever happens to the model meanwhile."""
-        return self.copied(lambda tensor: tensor.to("cpu", copy=True))
+        copied = self.copied(lambda tensor: tensor.to("cpu", copy=True))
+        copied.checksums = deepcopy(self.checksums, memo)
+        return copied
 
     def pieces(self) -> list[tuple[ChunkStorageMetadata, Tensor]]:
         """Where each piece lies in the whole tensor, and its entries here."""
@@ -151,6 +154,8 @@ class DividedTensor(torch.Tensor):
         if division is not None:
             shape[division.dim] = division.whole_size
         elif is_dtensor(local):
+            if local.device_mesh.get_coordinate() is None:  # type: ignore[attr-defined]
+                return local.data  # type: ignore[return-value]  # of other ranks, which DCP knows
             (chunk,) = local.data.__create_chunk_list__()  # type: ignore[attr-defined]
             where = chunk.offsets
         return cls._of(_Part(name, local, torch.Size(shape), where, checksums, before_reading))
@@ -215,18 +220,18 @@ class DividedTensor(torch.Tensor):
 
 
 class ChecksumsEntry(DividedTensor):
-    """Stands for this rank's checksums of all others: a number, in whose place DCP writes bytes and reads nothing."""
+    """Stands for this rank's checksums of all others: nothing, in whose place DCP writes bytes and reads nothing."""
 
     @staticmethod
     def __new__(cls, checksums: Checksums) -> ChecksumsEntry:
-        made: Any = DividedTensor.__new__(cls, CHECKSUMS, torch.zeros((), dtype=torch.uint8), None, checksums)
+        made: Any = DividedTensor.__new__(cls, CHECKSUMS, torch.zeros(0, dtype=torch.uint8), None, checksums)
         return made
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         rank = dist.get_rank() if dist.is_initialized() else 0
-        # The index names it so; of what has no dimension, DCP does not ask whether pieces overlap.
+        # The index names it so; of what has no element, DCP finds no two pieces that overlap, and nothing to read.
         key = MetadataIndex(fqn, torch.Size([rank, self._part.checksums.begin_save()]))
-        data = TensorWriteData(_SCALAR, TensorProperties(torch.uint8), torch.Size([]))
+        data = TensorWriteData(_EMPTY, TensorProperties(torch.uint8), torch.Size([0]))
         return [WriteItem(key, WriteItemType.SHARD, tensor_data=data)]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:

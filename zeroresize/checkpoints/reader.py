@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import re
 import stat
@@ -27,6 +28,8 @@ from torch.futures import Future
 from zeroresize.checkpoints.checksums import CHECKSUMS, SavedChecksums, SavedPiece, require_sound
 from zeroresize.checkpoints.index import read_index
 from zeroresize.utils.codec import first_reason, plain_value, require_format
+
+logger = logging.getLogger(__name__)
 
 #: How the names of a balancer's state begin: whose it is, and the ranks of its group; see control/balancer_state.py.
 _OF_GROUP = re.compile(r"(.+)\.group (\d+(?:-\d+)*)(?: rank \d+)?\.")
@@ -192,6 +195,11 @@ class _Index(dict[str, Any]):
         if super().__contains__(name) or not isinstance(name, str):
             return super().__contains__(name)
         if super().__contains__(PIPELINE_SETTINGS) and name.startswith(_OF_PIPELINE):
+            return True
+        if name.endswith(CHECKSUMS) and not (super().__contains__(PIPELINE_SETTINGS) or super().__contains__(_FORMAT)):
+            logger.warning(
+                "this checkpoint holds no checksums, as zr.sharded_state_dict has not made it: none are compared"
+            )
             return True
         if (wanted := _OF_GROUP.match(name)) is not None:
             key, here = wanted.groups()

@@ -272,10 +272,10 @@ class Planners:
 
     def doing(self) -> str:
         """Return what they do, in words."""
-        tasks = [task for worker in self._workers if (task := worker.task) is not None]
+        tasks = [(worker, task) for worker in self._workers if (task := worker.task) is not None]
         words = ", ".join(
-            f"iteration {task.place[1]} for {task.seconds:.1f} s{'' if task.has_begun() else ', and start for it'}"
-            for task in tasks
+            f"iteration {task.place[1]} for {task.seconds:.1f} s{', and start for it' * worker.is_starting}"
+            for worker, task in tasks
         )
         return f"{self._name} ({len(self._workers)}) plan {words or 'nothing'}"
 
@@ -390,6 +390,7 @@ class _Task:
     place: Place
     began: float
     future: Future[float]
+    is_first: bool  # of its process, which starts for it
     begun: float = math.inf  # when its process had started
 
     @property
@@ -414,7 +415,7 @@ class _Worker:
 
     def start(self, path: Path, place: Place, when_done: Callable[[], object]) -> None:
         """Plan an iteration; :meth:`outcome` tells of all that fails."""
-        self.task = _Task(path, place, time.monotonic(), Future())
+        self.task = _Task(path, place, time.monotonic(), Future(), self._pool is None)
         begun_path(path, place[1]).unlink(missing_ok=True)
         try:
             if self._pool is None:
@@ -433,7 +434,8 @@ class _Worker:
     @property
     def is_starting(self) -> bool:
         """Whether its process imports what it needs."""
-        return self.task is not None and not self.task.future.done() and not self.task.has_begun()
+        task = self.task
+        return task is not None and task.is_first and not task.future.done() and not task.has_begun()
 
     def outcome(self, deadline_s: float) -> tuple[float, bytes] | str | None:
         """Return the seconds and what was planned, or in words why nothing comes; None while that is not known."""
@@ -443,6 +445,8 @@ class _Worker:
         if not task.future.done():
             if task.has_begun():
                 return f"took longer than {deadline_s:g} s" if time.monotonic() - task.begun > deadline_s else None
+            if not task.is_first:
+                return f"took longer than {deadline_s:g} s" if task.seconds > deadline_s else None
             return f"did not start within {_START_S:g} s" if task.seconds > _START_S else None
         path = path_of(task.path, task.place[1])
         try:

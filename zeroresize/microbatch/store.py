@@ -27,6 +27,8 @@ _T = TypeVar("_T")
 #: Seconds between two questions for a plan: they begin at the first and double up to the second. And between two
 #: whether planners still start.
 _LEAST_PAUSE_S, _MOST_PAUSE_S, _LOOK_S = 0.001, 0.05, 1.0
+#: Seconds of planners' starts that a wait does not count.
+_MOST_START_S = 600.0
 #: Seconds within which a store has to answer.
 _ANSWER_S = 30.0
 _LOOPBACK = "127.0.0.1"
@@ -110,7 +112,7 @@ class SharedStore:
             if now - looked > _LOOK_S:
                 last, looked = beat, now
                 beat = self._ask(lambda store: store.get(start) if store.check([start]) else b"", purpose)
-                counted = counted if beat == last else now
+                counted = counted if beat == last or now - began > _MOST_START_S else now
             waited_s = now - began
             if now - counted > timeout_s:
                 raise PlanningError(
