@@ -12,7 +12,7 @@ import numpy as np
 
 import zeroresize as zr
 from vit_examples.harness.folders import writable
-from zeroresize.utils.files import BestEffort
+from zeroresize.utils.files import BestEffort, write_whole
 
 
 class BalanceLog:
@@ -42,14 +42,8 @@ class BalanceLog:
         """
         content = io.BytesIO()
         np.savez_compressed(content, **balancer.pruned_steps())
-        unfinished = self._columns_file.with_name(f"unfinished-{self._columns_file.name}")
         with self._columns.writing("this epoch"):
-            try:
-                unfinished.write_bytes(content.getvalue())
-                unfinished.replace(self._columns_file)
-            except OSError:
-                unfinished.unlink(missing_ok=True)
-                raise
+            write_whole(self._columns_file, content.getvalue())
 
     def close(self) -> None:
         for writer in self._writers:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 import os
 import shutil
 import signal
@@ -27,6 +28,7 @@ from rich.table import Table
 from scripts.study.grid import Cell, Study, read_study
 from vit_examples.harness.folders import empty
 from vit_examples.one_node import started, train_command
+from zeroresize.utils.files import write_whole
 
 Rows = dict[tuple[str, str], dict[str, Any]]
 NEEDED_COLUMNS = ("cell", "seed", "test_accuracy")
@@ -82,12 +84,11 @@ def write_csv(rows: Rows, path: Path) -> None:
     if not rows:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.tmp")
-    with unfinished.open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.DictWriter(stream, fieldnames=list(dict.fromkeys(key for row in rows.values() for key in row)))
-        writer.writeheader()
-        writer.writerows(rows.values())
-    unfinished.replace(path)
+    stream = io.StringIO(newline="")
+    writer = csv.DictWriter(stream, fieldnames=list(dict.fromkeys(key for row in rows.values() for key in row)))
+    writer.writeheader()
+    writer.writerows(rows.values())
+    write_whole(path, stream.getvalue())
 
 
 def run_cell(study: Study, cell: Cell) -> None:
@@ -106,7 +107,7 @@ def run_cell(study: Study, cell: Cell) -> None:
             empty(cell.folder)
         except ValueError as error:
             raise RuntimeError(str(error)) from error
-        cell.settings_file.write_text(cell.settings, encoding="utf-8")
+        write_whole(cell.settings_file, cell.settings)
     log = cell.folder / "train.log"
     size_before = log.stat().st_size if log.exists() else 0
     with started(command, log, {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}) as process:

@@ -23,7 +23,7 @@ from vit_examples.harness.checkpoints import checkpoint_folder, newest, number_o
 from vit_examples.harness.config_reader import plain
 from vit_examples.harness.folders import claimed, writable
 from vit_examples.harness.program import agreed, of_all_ranks
-from zeroresize.utils.files import BestEffort, EventBoard, JsonLines, without_nan
+from zeroresize.utils.files import BestEffort, EventBoard, JsonLines, without_nan, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class RunRecord:
             if num_done < num_steps:
                 self._summary.unlink(missing_ok=True)
             described = {**without_nan(self._config), "total_steps": num_steps}
-            (folder / "config.json").write_text(json.dumps(described, indent=1, default=str), encoding="utf-8")
+            write_whole(folder / "config.json", json.dumps(described, indent=1, default=str))
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -152,13 +152,10 @@ class RunRecord:
 
         Where it cannot be written, it is shown.
         """
-        unfinished = self._summary.with_suffix(".tmp")
         whole = without_nan({**summary, "versions": versions(), "config": self._config})
         try:
-            unfinished.write_text(json.dumps(whole, indent=1, default=str), encoding="utf-8")
-            unfinished.replace(self._summary)
+            write_whole(self._summary, json.dumps(whole, indent=1, default=str))
         except OSError as error:
-            unfinished.unlink(missing_ok=True)
             said = json.dumps(without_nan(summary), default=str)
             logger.warning("%s: cannot be written: %s; it would say %s", self._summary, error.strerror, said)
 

@@ -108,9 +108,9 @@ class SavedChecksums:
     """
 
     def __init__(self, index: Metadata, read: Callable[[MetadataIndex], bytes]) -> None:
-        self._index, self._read = index, read
+        self._storage, self._read = index.storage_data or {}, read
         self._places: dict[str, list[MetadataIndex]] = {}
-        for key in index.storage_data if index.storage_data is not None else ():
+        for key in self._storage:
             if key.fqn.endswith(CHECKSUMS):
                 self._places.setdefault(self._writer_of(key), []).append(key)
         self._entries: dict[MetadataIndex, _Entry] = {}
@@ -161,7 +161,7 @@ class SavedChecksums:
 
     def _of(self, key: MetadataIndex) -> list[_Entry]:
         """The entries of the rank that has written something."""
-        if key not in (self._index.storage_data or {}):
+        if key not in self._storage:
             return []
         return [self._entry(place) for place in self._places.get(self._writer_of(key), ())]
 
@@ -171,13 +171,13 @@ class SavedChecksums:
             require_format(values["format"], key.fqn)
             entry = decoded(_Entry, values["entry"], key.fqn)
             if (key.offset or ())[-1:] != (entry.save,):
-                raise ValueError(f"{self._index.storage_data[key].relative_path}: of another save than the index")
+                raise ValueError(f"{self._storage[key].relative_path}: of another save than the index")
             self._entries[key] = entry
         return self._entries[key]
 
     def _writer_of(self, key: MetadataIndex) -> str:
         """The files of a rank are numbered: ``__3_0.distcp``."""
-        return str(self._index.storage_data[key].relative_path).rpartition("_")[0]
+        return str(self._storage[key].relative_path).rpartition("_")[0]
 
 
 def require_sound(data: bytes) -> None:
@@ -193,9 +193,8 @@ def _key(begin: Any) -> str:
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
-    return all(map(_is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, _PLAIN)
+    items = (*value, *value.values()) if isinstance(value, Mapping) else value
+    return all(map(_is_plain, items)) if isinstance(items, list | tuple) else isinstance(items, _PLAIN)
 
 
 def _crc_of(value: Any) -> int:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import io
 import logging
 import os
 import re
 import stat
-from collections.abc import Callable
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import IO, Any, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     Metadata,
@@ -105,66 +107,51 @@ class CheckpointReader(FileSystemReader):
         for item in plan.items:
             file = self.storage_data[item.storage_index].relative_path
             by_file.setdefault((item.type is not LoadItemType.BYTE_IO, file), []).append(item)
-        with ThreadPoolExecutor(1, "checksums") as thread:  # the checksum of a piece is taken while the next is read
-            for (_, name), items in sorted(by_file.items(), key=lambda entry: entry[0]):
-                try:
-                    with _plain_file(self.path, name).open("rb") as stream:
-                        compare: Callable[[], None] | None = None
-                        for item in items:
-                            read = self._read_value if item.type is LoadItemType.BYTE_IO else self._read_piece
-                            last, compare = compare, read(item, stream, planner, thread)
-                            if last is not None:
-                                last()
-                        if compare is not None:
-                            compare()
-                except Exception as error:  # damaged files raise whatever they come to
-                    reason = str(error) if isinstance(error, ValueError) else first_reason(error)
-                    raise ValueError(f"{Path(self.path) / name}: {reason}") from error
+        for (is_of_pieces, name), items in sorted(by_file.items(), key=lambda entry: entry[0]):
+            try:
+                with _plain_file(self.path, name).open("rb") as stream:
+                    (self._read_pieces if is_of_pieces else self._read_values)(items, stream, planner)
+            except Exception as error:  # damaged files raise whatever they come to
+                reason = str(error) if isinstance(error, ValueError) else first_reason(error)
+                raise ValueError(f"{Path(self.path) / name}: {reason}") from error
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _opened(self, item: ReadItem, stream: IO[bytes]) -> IO[bytes]:
+    def _opened(self, item: ReadItem, stream: IO[bytes]) -> Any:
         place = self.storage_data[item.storage_index]
         raw = self._slice_file(stream, place)
-        opened: IO[bytes] = self.transforms.transform_load_stream(item, place.transform_descriptors or (), raw)
-        return opened
+        return self.transforms.transform_load_stream(item, place.transform_descriptors or (), raw)
 
-    def _read_value(self, item: ReadItem, stream: IO[bytes], planner: LoadPlanner, _: ThreadPoolExecutor) -> None:
+    def _read_values(self, items: list[ReadItem], stream: IO[bytes], planner: LoadPlanner) -> None:
         """Planners unpickle what they get, so it is written anew from what was read."""
-        name, written, anew = item.storage_index.fqn, self._opened(item, stream).read(), io.BytesIO()
-        require_sound(written)
-        plain = plain_value(io.BytesIO(written), f"{self.path}: {name}")
-        self._saved.require_same_value(name, plain)
-        if name == _FORMAT:  # before tensors are read, which go where they belong at once
-            require_format(plain, "optimizer")
-        torch.save(plain, anew)
-        anew.seek(0)
-        planner.load_bytes(item, anew)
+        for item in items:
+            name, written, anew = item.storage_index.fqn, self._opened(item, stream).read(), io.BytesIO()
+            require_sound(written)
+            plain = plain_value(io.BytesIO(written), f"{self.path}: {name}")
+            self._saved.require_same_value(name, plain)
+            if name == _FORMAT:  # before tensors are read, which go where they belong at once
+                require_format(plain, "optimizer")
+            torch.save(plain, anew)
+            anew.seek(0)
+            planner.load_bytes(item, anew)
 
-    def _read_piece(
-        self, item: ReadItem, stream: IO[bytes], planner: LoadPlanner, thread: ThreadPoolExecutor
-    ) -> Callable[[], None]:
-        """Return what raises ValueError if the piece is not the one that was written."""
-        key, data = item.storage_index, self._opened(item, stream)
-        data = data if data.seekable() else io.BytesIO(data.read())
-        piece = torch.load(data, map_location="cpu", weights_only=True)
-        written = self._saved.piece_of(key, data)
-        read = None if written is None else thread.submit(SavedPiece.of, piece)
-        part = piece
-        for dim, (begin, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            part = part.narrow(dim, begin, length)
-        target = planner.resolve_tensor(item).detach()
-        if target.shape != part.shape:
-            raise ValueError(f"{key.fqn}: of shape {tuple(part.shape)}, where {tuple(target.shape)} is expected")
-        target.copy_(part)
-        planner.commit_tensor(item, target)
-
-        def compare() -> None:
-            if read is not None and read.result() != written:
-                raise ValueError(f"{key.fqn}: damaged, or of another save: its checksum is not the saved one")
-
-        return compare
+    def _read_pieces(self, items: list[ReadItem], stream: IO[bytes], planner: LoadPlanner) -> None:
+        """The checksum of each is taken while the next is read."""
+        comparisons: deque[tuple[str, SavedPiece, concurrent.futures.Future[SavedPiece]]] = deque()
+        with ThreadPoolExecutor(1, "checksums") as thread:
+            for item in items:
+                key, data = item.storage_index, self._opened(item, stream)
+                data = data if data.seekable() else io.BytesIO(data.read())
+                piece = torch.load(data, map_location="cpu", weights_only=True)
+                written = self._saved.piece_of(key, data)
+                if written is not None:
+                    comparisons.append((key.fqn, written, thread.submit(SavedPiece.of, piece)))
+                _put(piece, item, planner)
+                if len(comparisons) > 1:
+                    _require_same(*comparisons.popleft())
+            for comparison in comparisons:
+                _require_same(*comparison)
 
     def _bytes_of(self, key: MetadataIndex) -> bytes:
         """Those of an entry of the index that is a tensor of bytes."""
@@ -173,6 +160,24 @@ class CheckpointReader(FileSystemReader):
             data = self._slice_file(stream, place).read()
         require_sound(data)
         return bytes(torch.load(io.BytesIO(data), weights_only=True).numpy())
+
+
+def _put(piece: Tensor, item: ReadItem, planner: LoadPlanner) -> None:
+    """Put what is wanted of a piece where it belongs."""
+    for dim, (begin, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        piece = piece.narrow(dim, begin, length)
+    target = planner.resolve_tensor(item).detach()
+    if target.shape != piece.shape:
+        raise ValueError(
+            f"{item.storage_index.fqn}: of shape {tuple(piece.shape)}, where {tuple(target.shape)} is expected"
+        )
+    target.copy_(piece)
+    planner.commit_tensor(item, target)
+
+
+def _require_same(name: str, written: SavedPiece, read: concurrent.futures.Future[SavedPiece]) -> None:
+    if read.result() != written:
+        raise ValueError(f"{name}: damaged, or of another save: its checksum is not the saved one")
 
 
 class _Index(dict[str, Any]):
@@ -187,7 +192,7 @@ class _Index(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         metadata = super().__getitem__(name)
-        if isinstance(metadata, TensorStorageMetadata) and name in self and not name.endswith(CHECKSUMS):
+        if isinstance(metadata, TensorStorageMetadata) and not name.endswith(CHECKSUMS):
             self._saved.require_whole(name, metadata)
         return metadata
 
@@ -197,10 +202,7 @@ class _Index(dict[str, Any]):
         if super().__contains__(PIPELINE_SETTINGS) and name.startswith(_OF_PIPELINE):
             return True
         if name.endswith(CHECKSUMS) and not (super().__contains__(PIPELINE_SETTINGS) or super().__contains__(_FORMAT)):
-            logger.warning(
-                "this checkpoint holds no checksums, as zr.sharded_state_dict has not made it: none are compared"
-            )
-            return True
+            return True  # others have made it, or it is of before there were checksums
         if (wanted := _OF_GROUP.match(name)) is not None:
             key, here = wanted.groups()
             saved = {match[2] for match in map(_OF_GROUP.match, self) if match is not None and match[1] == key}
@@ -214,6 +216,8 @@ class _Index(dict[str, Any]):
     def __missing__(self, name: str) -> TensorStorageMetadata:
         if name not in self:
             raise KeyError(name)
+        if name.endswith(CHECKSUMS):
+            logger.warning("nothing is compared: this checkpoint holds no checksums of zr.sharded_state_dict")
         return TensorStorageMetadata(TensorProperties(), torch.Size([0]), [])
 
 

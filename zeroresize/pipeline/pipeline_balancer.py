@@ -489,19 +489,19 @@ class PipelineBalancer:
         if self._on_change is None:
             return
         record = ChangeRecord(
-            "layers",
-            self.steps,
-            what,
-            released,
-            () if costs is None else costs.speeds,
-            proposal.before,
-            proposal.after,
-            proposal.step_s,
-            proposal.expected_step_s,
-            seconds,
-            moved_bytes,
-            is_made,
-            reason,
+            kind="layers",
+            step=self.steps,
+            what=what,
+            left_out=released,
+            speeds=() if costs is None else costs.speeds,
+            before=proposal.before,
+            after=proposal.after,
+            step_s=proposal.step_s,
+            expected_step_s=proposal.expected_step_s,
+            change_s=seconds,
+            moved_bytes=moved_bytes,
+            is_made=is_made,
+            reason=reason,
         )
         self._on_change(record)
 

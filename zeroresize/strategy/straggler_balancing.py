@@ -232,19 +232,19 @@ class StragglerBalancing(ABC, Generic[Step]):
                 self._model.forget(strategy)
         candidate = proposal.candidate
         record = ChangeRecord(
-            self._kind,
-            self.steps,
-            candidate.kind,
-            candidate.left_out,
-            speeds,
-            tuple(strategy.as_dict() for strategy in before),
-            tuple(strategy.as_dict() for strategy in candidate.strategies),
-            proposal.step_s + proposal.saving_s,
-            proposal.step_s,
-            change_s,
-            moved_bytes,
-            received is not None,
-            str(self._decision.verdict),
+            kind=self._kind,
+            step=self.steps,
+            what=candidate.kind,
+            left_out=candidate.left_out,
+            speeds=speeds,
+            before=tuple(strategy.as_dict() for strategy in before),
+            after=tuple(strategy.as_dict() for strategy in candidate.strategies),
+            step_s=proposal.step_s + proposal.saving_s,
+            expected_step_s=proposal.step_s,
+            change_s=change_s,
+            moved_bytes=moved_bytes,
+            is_made=received is not None,
+            reason=str(self._decision.verdict),
         )
         if self._model.rank == 0:
             is_made = "" if record.is_made else ", and was not made, as memory does not suffice"

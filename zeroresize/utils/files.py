@@ -67,7 +67,7 @@ class GrowingFile:
 def write_whole(path: str | Path, content: bytes | str) -> None:
     """Write a file that is there whole or, where it cannot be written, as it was before; its folder is there."""
     path = Path(path)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    unfinished = path.with_name(f"{path.name}.tmp")
     try:
         with unfinished.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
