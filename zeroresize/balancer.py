@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import nn
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
 
 from zeroresize.comm.words import Call
 from zeroresize.config import BalanceConfig
 from zeroresize.control import balancer_state, records
 from zeroresize.control.assembly import build
 from zeroresize.control.plan_execution import LineageTable
+from zeroresize.control.setup import tell_other_ranks
 from zeroresize.plan.group import WorkloadPlan
 from zeroresize.telemetry import UpdateRecord
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from zeroresize.utils.checked import checked
 
 
+@checked(tell=lambda given, error: tell_other_ranks(given["model"], given["process_group"], error))
 class Balancer:
     """Balances the converted layers of a model over its tensor-parallel group.
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, group_ranks, group_size, require_group, same_ranks
 from zeroresize.config.keys import checked_share_choice
@@ -33,10 +33,8 @@ from zeroresize.resharding.segments.search_segments import (
 )
 from zeroresize.resharding.state_dict_guards import guard_save_pretrained
 from zeroresize.resharding.units.owned_units import OwnedUnits, divide_units, require_segments
+from zeroresize.utils.checked import checked
 from zeroresize.utils.torch_private import is_tensor_of_tensors
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +44,7 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 ModuleFilter = Callable[[nn.Module, str], bool]
 
 
+@checked()
 def convert(
     model: ModelT,
     process_group: ProcessGroup | DeviceMesh | None = None,

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
 
 from zeroresize.balancer import Balancer
 from zeroresize.comm.collectives import as_process_group, group_rank, group_size
 from zeroresize.comm.groups import destroy_side_group, free_group_number, make_side_group
 from zeroresize.config import BalanceConfig
+from zeroresize.control.setup import tell_other_ranks
 from zeroresize.conversion import balanced_layers, group_of
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.telemetry import UpdateRecord
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from zeroresize.utils.checked import checked
 
 #: A group has settled when so many updates in a row have decided alike: an update decides by what was sent at the one
 #: before, of which the first may still have been of the time before the change.
@@ -29,6 +28,7 @@ _ALIKE = 0.05
 MOST_UPDATES = 20
 
 
+@checked(tell=lambda given, error: tell_other_ranks(given["pipeline"].module, given["process_group"], error))
 class StageBalancer:
     """Balances a stage's tensor-parallel group by a :class:`~zeroresize.Balancer` over the layers that the stage has::
 

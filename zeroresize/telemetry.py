@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from zeroresize.utils.checked import checked, integer
 from zeroresize.utils.codec import FORMAT
 from zeroresize.utils.files import BestEffort, EventBoard, JsonLines, without_nan
 
@@ -151,6 +152,7 @@ class ChangeRecord:
         return {f"{_CHANGES[self.kind]}/{name}": float(value) for name, value in numbers.items()}
 
 
+@checked(from_step=integer(0))
 class JsonLinesTelemetry:
     """Appends every record to a file, one JSON object a line; each rank needs a file of its own.
 
@@ -197,6 +199,7 @@ _SCALARS = (
 )
 
 
+@checked(from_step=integer(0))
 class TensorBoardTelemetry:
     """Shows records in TensorBoard, under the names of their ``scalars()``.
 

@@ -6,13 +6,13 @@ import logging
 import math
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
 
-from zeroresize.comm.collectives import as_process_group, group_rank, group_size
+from zeroresize.comm.collectives import as_process_group, group_rank, group_size, require_group
 from zeroresize.comm.exchange import Exchange
 from zeroresize.comm.groups import CpuGroup, let_others_fail
 from zeroresize.control.slowness_watch import SlownessWatch
@@ -20,9 +20,7 @@ from zeroresize.measure.model_steps import ModelSteps
 from zeroresize.optim.optimizers import hook_steps, torch_optimizer
 from zeroresize.policy.slowness.group_slowness import TOLERANCE, GroupSlowness, WatchReport
 from zeroresize.utils import value_checks
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from zeroresize.utils.checked import checked, integer, real
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +28,11 @@ logger = logging.getLogger(__name__)
 _MOST_TOLERANCE = 10.0
 
 
+@checked(
+    tell=lambda given, error: let_others_fail(require_group(given["process_group"] or dist.group.WORLD), error),
+    update_every=integer(1),
+    tolerance=real(above=0.0, below=_MOST_TOLERANCE),
+)
 def watch(
     model: nn.Module,
     optimizer: Any = None,
@@ -180,10 +183,6 @@ def _detach(steps: ModelSteps, slowness: SlownessWatch, exchange: Exchange) -> N
 
 def _check(model: Any, optimizer: Any, update_every: Any, tolerance: Any) -> None:
     """Raise a ValueError for arguments that are not allowed, as far as that needs no other rank."""
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model={type(model).__name__} is not allowed: wanted is a torch.nn.Module")
-    value_checks.at_least("update_every", update_every, 1)
-    value_checks.number("tolerance", tolerance, above=0.0, below=_MOST_TOLERANCE)
     if optimizer is not None:
         try:
             torch_optimizer(optimizer)

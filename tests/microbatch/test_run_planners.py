@@ -3,7 +3,6 @@
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from helpers.on_ranks import gathered, on_ranks
@@ -11,7 +10,7 @@ from helpers.planning import error_of, is_alive, wait_until
 from helpers.processes import told_by_survivors
 
 from zeroresize.microbatch.planners import RunPlanners
-from zeroresize.microbatch.planning_process import plan_value
+from zeroresize.microbatch.planning_process import IterationPlanner, plan_value
 from zeroresize.microbatch.store import SharedStore, served_store, share_store
 from zeroresize.policy.microbatches.plan import IterationPlan, MicroBatch, ReplicaPlan
 from zeroresize.runtime.instructions import Instruction, Kind
@@ -31,12 +30,11 @@ def plan_text(iteration):
     return plan_of(iteration).to_json()
 
 
-@dataclass(frozen=True)
-class Planner:
+class Planner(IterationPlanner):
     """Plans as :func:`plan_text`."""
 
-    fingerprint: str = "model"
-    text: Callable[[int], str] = plan_text
+    def __init__(self, fingerprint: str = "model", text: Callable[[int], str] = plan_text) -> None:
+        vars(self).update(fingerprint=fingerprint, text=text)
 
     def __call__(self, iteration):
         return self.text(iteration)

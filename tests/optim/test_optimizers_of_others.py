@@ -103,7 +103,7 @@ def test_strategies_and_micro_batches_take_the_optimizer_of_their_model_only(run
         for call in (
             lambda one: StrategyTrainer(model, one, [LengthRange(8, whole)], loss=lambda y, packed: y.sum()),
             lambda optimizer: MicroBatchTrainer(
-                model, optimizer, None, batch_from=None, hollow=lambda size: None, sizes=("size",), loss=None
+                model, optimizer, object(), batch_from=print, hollow=print, sizes=("size",), loss=print
             ),
             lambda one: model.move_optimizer(stages, one),
         ):

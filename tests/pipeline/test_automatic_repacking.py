@@ -130,11 +130,11 @@ def test_options_must_be_allowed_and_alike(run_ranks):
     for options, message in (
         ({"least_stages": 0}, "least_stages=0 is not allowed"),
         ({"max_slowdown": 0.0}, "max_slowdown=0.0 is not allowed: a finite number above 0 is needed"),
-        ({"max_slowdown": "x"}, "max_slowdown='x' is not allowed: a finite number above 0 is needed"),
+        ({"max_slowdown": "x"}, "max_slowdown='x' is not allowed: a number is needed"),
         ({"max_slowdown": float("nan")}, "max_slowdown=nan is not allowed"),
-        ({"on_release": 3}, "on_release=3 is not allowed: a list is needed of functions that take a Release"),
-        ({"on_release": print}, "a list is needed of functions"),
-        ({"on_release": [print, 3]}, "a list is needed of functions"),
+        ({"on_release": 3}, "on_release=3 is not allowed: a list"),
+        ({"on_release": print}, r"a list \(each a function\) is needed"),
+        ({"on_release": [print, 3]}, r"a list \(each a function\) is needed"),
     ):
         with pytest.raises(ValueError, match=message):
             Repack(**options)

@@ -142,8 +142,8 @@ def test_a_checkpoint_of_the_whole_model_is_loaded_stage_by_stage(rank, group):
 REFUSED = [
     ({"boundaries": (0, 3, 6)}, r"do not divide 7 layers over 2 stages: they must be 3 rising"),
     ({"layers": [nn.Linear(2, 2)]}, "1 layers cannot be divided over 2 stages"),
-    ({"schedule": ScheduleInterleaved1F1B}, "schedule='ScheduleInterleaved1F1B' is not allowed"),
-    ({"schedule": Schedule1F1B}, r'schedule=Schedule1F1B is torch\'s: give schedule="1f1b"'),
+    ({"schedule": ScheduleInterleaved1F1B}, "schedule=ScheduleInterleaved1F1B is not allowed"),
+    ({"schedule": Schedule1F1B}, "schedule=Schedule1F1B is not allowed: .gpipe. or .1f1b. is needed"),
     ({"schedule": "zb"}, "schedule='zb' is not allowed"),
     ({"num_microbatches": 0}, "num_microbatches=0"),
 ]

@@ -29,6 +29,7 @@ from torch.futures import Future
 
 from zeroresize.checkpoints.checksums import CHECKSUMS, SavedChecksums, SavedPiece, require_sound
 from zeroresize.checkpoints.index import read_index
+from zeroresize.utils.checked import checked
 from zeroresize.utils.codec import first_reason, plain_value, require_format
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class ReadsItself(Protocol):
         """Read from the checkpoint in ``folder``, and change nothing but what is read into; not collective."""
 
 
+@checked()
 class CheckpointReader(FileSystemReader):
     """Reads a folder that ``dcp.save`` wrote, and runs no code that somebody has put there::
 

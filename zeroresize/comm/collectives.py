@@ -34,8 +34,10 @@ class Channel(Protocol):
 
 
 def as_process_group(group: Any) -> Any:
-    """Return the process group of a one-dimensional ``DeviceMesh``, and anything else as it is."""
+    """Return the process group of a one-dimensional ``DeviceMesh``; a group as it is, and None."""
     if not hasattr(group, "get_group") or not hasattr(group, "ndim"):
+        if not isinstance(group, ProcessGroup | None) and group is not dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(f"process_group={group!r} is not allowed: a process group, or a DeviceMesh, is needed")
         return group
     if group.ndim != 1:
         raise ValueError(

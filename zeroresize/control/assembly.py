@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
 
 from zeroresize.comm.collectives import world_size
 from zeroresize.config import BalanceConfig
@@ -22,9 +22,6 @@ from zeroresize.control.start_checks import StartCheck
 from zeroresize.measure.column_statistics import build_statistic
 from zeroresize.migration.lender import Lender
 from zeroresize.optim.freezing import ColumnFreezer
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from zeroresize.comm.collectives import as_process_group, group_rank, group_ranks, group_size, same_ranks
@@ -33,9 +33,6 @@ from zeroresize.optim.optimizers import not_stepped
 from zeroresize.resharding.data_parallel import unwrap
 from zeroresize.resharding.segments.search_segments import first_of
 from zeroresize.utils.torch_private import is_flat_parameter, running_ddp
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger(__name__)
 
@@ -104,15 +101,6 @@ def checked_setup(
     Raises:
         ValueError: as :class:`~zeroresize.balancer.Balancer` tells.
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"model must be a torch.nn.Module, found {type(model).__name__}: call Balancer(model, optimizer)"
-        )
-    if not isinstance(config, BalanceConfig):
-        raise ValueError(
-            f"config must be a BalanceConfig, found {type(config).__name__}: use BalanceConfig(...), "
-            "BalanceConfig.from_dict(...) or BalanceConfig.from_yaml(...)"
-        )
     process_group = group_of(model, process_group)
     replicas_group: ProcessGroup | None = as_process_group(data_parallel_group)
     config.validate_group_size(group_size(process_group))

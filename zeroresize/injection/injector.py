@@ -7,20 +7,21 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, group_size, require_group
 from zeroresize.injection.schedule import SCOPES, Schedule, checked_chi
 from zeroresize.injection.slow_layers import SlowLayers
 from zeroresize.injection.slow_ops import SlowOps
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.utils.value_checks import one_of
+from zeroresize.utils.checked import checked, choice
 
 if TYPE_CHECKING:
     from zeroresize.injection.slow_stage import SlowStage
     from zeroresize.pipeline.pipeline import Pipeline
 
 
+@checked(scope=choice(SCOPES))
 class StragglerInjector:
     """A context manager in which some ranks are slow.
 
@@ -49,14 +50,13 @@ class StragglerInjector:
         self,
         model: nn.Module | Pipeline,
         *,
-        process_group: ProcessGroup,
+        process_group: ProcessGroup | DeviceMesh,
         chi: Mapping[int, float] | None = None,
         schedule: Schedule | None = None,
         scope: str = "gemm",
     ) -> None:
         process_group = require_group(process_group)
         self._rank, self._num_ranks = group_rank(process_group), group_size(process_group)
-        one_of("scope", scope, SCOPES)
         self.scope = scope
         if (chi is None) == (schedule is None):
             raise ValueError(f"chi={chi!r}, schedule={schedule!r}: exactly one of them is needed")

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from zeroresize.injection.delay import Slowdown
 from zeroresize.injection.schedule import SCOPES
+from zeroresize.utils.checked import checked, choice
 from zeroresize.utils.torch_private import DispatchMode, Operator, dispatch_modes, name_of_operator
-from zeroresize.utils.value_checks import one_of
 
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_addmm_activation", "aten::linear", "aten::_scaled_mm"})
 _NO_WORK = ("c10d", "_c10d", "_dtensor", "symm_mem", "prim::", "profiler::")
 
 
+@checked(scope=choice(SCOPES))
 class SlowOps(Slowdown):
     """While active, delays the linear products of this thread (and of its backward), or every op.
 
@@ -32,7 +33,6 @@ class SlowOps(Slowdown):
 
     def __init__(self, *, scope: str = "gemm") -> None:
         super().__init__()
-        one_of("scope", scope, SCOPES)
         self._mode = _SlowOpsMode(self, scope == "all")
         self._is_active = False
         self._num_modes_below = 0

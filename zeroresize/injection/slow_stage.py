@@ -8,8 +8,10 @@ from typing import Any
 from zeroresize.injection.delay import Slowdown
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.stage_layers import LayerWatcher
+from zeroresize.utils.checked import checked
 
 
+@checked()
 class SlowStage(LayerWatcher, Slowdown):
     """While active, layers that this rank runs, those that arrive, too, take ``chi`` times as long, in both directions.
 
@@ -17,10 +19,10 @@ class SlowStage(LayerWatcher, Slowdown):
     that waits for other ranks within is held up by its waits, too.
     """
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, model: Pipeline) -> None:
         Slowdown.__init__(self)
-        LayerWatcher.__init__(self, pipeline.module.watchers)
-        self._pipeline = pipeline
+        LayerWatcher.__init__(self, model.module.watchers)
+        self._pipeline = model
 
     def begins(self, number: int, is_forward: bool, inputs: Sequence[Any]) -> None:
         self.delay_on(self._pipeline.device).begins()

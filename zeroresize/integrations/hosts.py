@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.utils.checked import checked
 
 #: Why a layer is left alone that gathers its output: no fault, since nothing of it could be balanced.
 GATHERED = "gather_output=True"
@@ -49,6 +50,7 @@ def process_group_of(host: HostAdapter, module: Any) -> ProcessGroup:
     return group
 
 
+@checked()
 class SwappedClasses:
     """Adapts a host whose layers are balanced by giving them another class.
 

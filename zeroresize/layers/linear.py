@@ -12,11 +12,11 @@ layer                     weight          input            forward collective   
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
 
 from zeroresize.comm.collectives import (
     gather_from_tp_region,
@@ -29,9 +29,7 @@ from zeroresize.comm.collectives import (
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.local_parts import on_tokens
 from zeroresize.layers.splitting import Parts, checked_parts, keep_ties, part_of_rank
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from zeroresize.utils.checked import checked, integer
 
 _LayerT = TypeVar("_LayerT", bound="_ParallelLinear")
 
@@ -136,6 +134,7 @@ class _ParallelLinear(BalancedLinear, nn.Module):
         )
 
 
+@checked(in_features=integer(1), out_features=integer(1), own_features=integer(0))
 class ColumnParallelLinear(_ParallelLinear):
     """Computes y = x Aᵀ + b with A split by rows (output features) over the group.
 
@@ -206,6 +205,7 @@ class ColumnParallelLinear(_ParallelLinear):
         return f"{super().extra_repr()}, gather_output={self.gather_output}"
 
 
+@checked(in_features=integer(1), out_features=integer(1), own_features=integer(0))
 class RowParallelLinear(_ParallelLinear):
     """Computes y = x Aᵀ + b, A split by columns (input features) over the group; b is replicated and added once.
 

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from zeroresize.layers.splitting import Parts
 from zeroresize.plan.ownership import OwnershipMap
+from zeroresize.utils.checked import checked, integer
 
 #: Takes the numbers of the units that this rank owns.
 OnChange = Callable[[list[int]], object]
 
 
+@checked(unit_size=integer(1), head_size=integer(1), min_units=integer(0))
 @dataclass(frozen=True)
 class Segment:
     """Describes, for ``convert``, a segment that it cannot find by itself.

@@ -18,6 +18,7 @@ from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.dtensor_linear import LinearLayouts, become_dtensor_linear, split_over
 from zeroresize.layers.linear import require_divisible
 from zeroresize.layers.splitting import Parts, checked_parts, keep_ties, require_split_alike, why_no_plain_linear
+from zeroresize.utils.checked import checked
 from zeroresize.utils.torch_private import is_dtensor
 
 
@@ -97,6 +98,7 @@ def _kind_of(layout: Any) -> str:
     return "Shard" if layout.is_shard() else ""
 
 
+@checked()
 class ColwiseParallel(_LinearStyle):
     """Splits an ``nn.Linear`` by its output features, in place, and makes it a layer that can be balanced::
 
@@ -129,6 +131,7 @@ class ColwiseParallel(_LinearStyle):
     _allowed = {"input_layouts": ("Replicate()", "Shard"), "output_layouts": ("Shard(-1)", "Replicate()")}  # noqa: RUF012
 
 
+@checked()
 class RowwiseParallel(_LinearStyle):
     """Splits an ``nn.Linear`` by its input features, in place; see :class:`ColwiseParallel`.
 

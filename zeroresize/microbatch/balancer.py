@@ -7,22 +7,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from zeroresize.measure.clocks import Clock
 from zeroresize.microbatch.planners import RunPlanners
 from zeroresize.microbatch.trainer import IterationReport, MicroBatchTrainer
 from zeroresize.plan.strategy import Strategy
-from zeroresize.policy.microbatches.plan import Indices, IterationPlan
+from zeroresize.policy.microbatches.plan import Indices, IterationPlan, whole_lengths
 from zeroresize.policy.microbatches.replanned_costs import PlannedModel, ReplannedCosts
 from zeroresize.policy.moves.rental import MIN_SAVING
 from zeroresize.policy.strategy.stragglers.decision import TOLERANCE, StrategyProposal
 from zeroresize.resharding.agreement import agreed, meet_over
-from zeroresize.strategy.straggler_balancing import StragglerBalancing
+from zeroresize.strategy.straggler_balancing import SHARES, StragglerBalancing, tell_trainer
 from zeroresize.telemetry import ChangeRecord
+from zeroresize.utils.checked import checked, real
 from zeroresize.utils.hashing import digest
 
 
+@checked(tell=tell_trainer, **SHARES, optimizer_ratio=real(least=0.0))
 class MicroBatchBalancer(StragglerBalancing[IterationPlan]):
     """Gives slow replicas fewer samples and slow stages fewer layers, and takes both back, when that pays::
 
@@ -149,5 +149,5 @@ class MicroBatchBalancer(StragglerBalancing[IterationPlan]):
         """[A] the mean of the next iteration's samples; collective, as all hear where a rank cannot tell."""
         planner, model = self._planners.planner, self._trainer.model
         meet = meet_over(model.process_group, model.device)
-        lengths, _ = agreed(meet, lambda: np.asarray(planner.lengths_of(self._trainer.num_steps)).mean(axis=0))
+        lengths, _ = agreed(meet, lambda: whole_lengths(planner.lengths_of(self._trainer.num_steps)).mean(axis=0))
         return tuple(lengths.round().astype(int).tolist())

@@ -29,9 +29,10 @@ from zeroresize.runtime.activations import Batch, BatchOf, HandedOn, as_argument
 from zeroresize.runtime.counted_loss import Loss
 from zeroresize.runtime.stage import RECOMPUTATIONS
 from zeroresize.strategy.model import SwitchableModel
+from zeroresize.utils.checked import checked, integer, real
 from zeroresize.utils.codec import decoded, encoded
 from zeroresize.utils.hashing import digest
-from zeroresize.utils.value_checks import at_least, one_of
+from zeroresize.utils.value_checks import one_of
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,12 @@ _LONG_S = 0.5
 _REPETITIONS, _IN_A_ROW = 3, 3
 
 
+@checked(
+    most_rows=integer(1),
+    longest=integer(2),
+    shortest=integer(1),
+    most_tokens=real(above=0.0),
+)
 @dataclass(frozen=True)
 class ProfiledShapes:
     """Say for which micro-batches layers are measured.
@@ -62,10 +69,6 @@ class ProfiledShapes:
     most_tokens: float = math.inf
 
     def __post_init__(self) -> None:
-        at_least("most_rows", self.most_rows, 1)
-        at_least("shortest", self.shortest, 1)
-        for length in self.longest:
-            at_least("longest", length, 2)
         if len(self.names) != len(self.longest) + 1:
             raise ValueError(
                 f"names={list(self.names)} and longest={list(self.longest)}: a name is needed for the rows and one for "

@@ -27,7 +27,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, require_group, time_limit
 from zeroresize.microbatch.planning_process import (
@@ -42,9 +42,9 @@ from zeroresize.microbatch.planning_process import (
 )
 from zeroresize.microbatch.store import SharedStore, StoreError
 from zeroresize.policy.microbatches.plan import IterationPlan
-from zeroresize.resharding.agreement import agreed, meet_over, require_same
+from zeroresize.resharding.agreement import agreed, let_others_know, meet_over, require_same
+from zeroresize.utils.checked import checked, integer, real
 from zeroresize.utils.hashing import fingerprint
-from zeroresize.utils.value_checks import at_least, number
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,13 @@ _NUM_KEPT = 10_000
 _SHARE_OF_LIMIT = 0.5
 
 
+@checked(
+    tell=lambda given, error: let_others_know(given["process_group"], given["device"], error),
+    first=integer(0),
+    num_workers=integer(1),
+    ahead=integer(1),
+    timeout_s=real(above=0.0),
+)
 class RunPlanners:
     """Plans the iterations of a run on the first rank of each host, for all ranks, which fetch them once an iteration.
 
@@ -94,7 +101,7 @@ class RunPlanners:
         self,
         planner: IterationPlanner,
         store: SharedStore,
-        process_group: ProcessGroup,
+        process_group: ProcessGroup | DeviceMesh,
         device: torch.device,
         *,
         first: int = 0,
@@ -104,8 +111,6 @@ class RunPlanners:
         timeout_s: float | None = None,
     ) -> None:
         process_group = require_group(process_group)
-        if timeout_s is not None:
-            number("timeout_s", timeout_s, above=0.0)
         self.planner = planner
         self._store, self._last, self._progress, self._series = store, last, first, store.new_series()
         self._is_first = group_rank(process_group) == 0
@@ -239,12 +244,7 @@ class Planners:
         ahead: int | None = None,
         deadline_s: float = 300.0,
     ) -> None:
-        at_least("first", first, 0)
-        if last is not None:
-            at_least("last", last, first)
-        at_least("num_workers", num_workers, 1)
         self._ahead = max(4, 2 * num_workers * store.num_hosts) if ahead is None else ahead
-        at_least("ahead", self._ahead, 1)
         pickled = _pickled(plan)
         self.seconds: deque[tuple[int, float]] = deque(maxlen=_NUM_KEPT)
         self._store, self._last, self._deadline_s = store, last, deadline_s

@@ -27,6 +27,7 @@ import numpy as np
 from zeroresize.policy.microbatches.costs import CostTable, StageCosts
 from zeroresize.policy.microbatches.plan import Indices, PlanningOptions
 from zeroresize.policy.microbatches.planning import plan_iteration
+from zeroresize.utils.checked import checked
 from zeroresize.utils.hashing import digest
 
 #: ``plan(iteration)`` returns the text of an iteration's plan, the same in whatever process it is called.
@@ -58,6 +59,7 @@ def failure_value(kind: str, text: str) -> bytes:
     return FAILURE + json.dumps({"kind": kind, "text": text}).encode()
 
 
+@checked()
 @dataclass(frozen=True)
 class IterationPlanner:
     """Plans iterations: what planner processes call, to which it goes pickled.

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.microbatches.cuts import of_equal_tokens, ordered
-from zeroresize.policy.microbatches.plan import Indices, IterationPlan, MicroBatch, batch_fingerprint
-from zeroresize.resharding.agreement import agreed
+from zeroresize.policy.microbatches.plan import Indices, IterationPlan, MicroBatch, batch_fingerprint, whole_lengths
+from zeroresize.resharding.agreement import agreed, meet_prepared
 from zeroresize.runtime.activations import Batch, BatchOf
 from zeroresize.runtime.counted_loss import Count, Loss, total_count
 from zeroresize.runtime.stage import seed_of
 from zeroresize.strategy.model import SwitchableModel
-from zeroresize.strategy.step_trainer import StepTrainer, require_ready_to_train
+from zeroresize.strategy.step_trainer import TRAINER_LIMITS, StepTrainer, require_ready_to_train, tell_model
+from zeroresize.utils.checked import checked
 from zeroresize.utils.hashing import fingerprint
 from zeroresize.utils.texts import alike, named_ranks
 
@@ -77,6 +78,7 @@ class IterationReport:
     is_skipped: bool
 
 
+@checked(tell=tell_model, **TRAINER_LIMITS)
 class MicroBatchTrainer(StepTrainer):
     """Makes one optimizer step a mini-batch, in the micro-batches and the order that were planned for it.
 
@@ -164,7 +166,12 @@ class MicroBatchTrainer(StepTrainer):
     def fetch(self, samples: Sequence[Any], lengths_NA: Indices) -> IterationPlan:
         """Return the plan of the next iteration, for :meth:`carry_out`, and make its micro-batches; collective."""
         self._require_no_failure()
-        plan = self.plans.plan(self.num_steps, batch_fingerprint(lengths_NA))
+        try:
+            batch = batch_fingerprint(lengths_NA)
+        except ValueError as error:
+            meet_prepared(self._meet, error)
+            raise
+        plan = self.plans.plan(self.num_steps, batch)
         self._require_divided_alike(plan)
         of_replicas = [replica.microbatches for replica in plan.replicas]
         self._batches = self._agreed_batches(of_replicas, samples, lengths_NA, trains=True)
@@ -225,6 +232,7 @@ class MicroBatchTrainer(StepTrainer):
         Raises:
             Exception: what a layer or the loss raises.
         """
+        lengths_NA = whole_lengths(lengths_NA)
         microbatches = of_equal_tokens(lengths_NA, ordered(lengths_NA), max_tokens)
         num_replicas = self.model.current.dp
         of_replicas = [microbatches[replica::num_replicas] for replica in range(num_replicas)]

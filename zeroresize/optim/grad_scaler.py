@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
 from torch.optim import Optimizer
 
 from zeroresize.comm.collectives import all_reduce, as_process_group, message_device
 from zeroresize.layers.local_parts import local_of
+from zeroresize.utils.checked import checked
 from zeroresize.utils.torch_private import GradScalerBase, check_and_unscale
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
-
+@checked()
 class GradScaler(GradScalerBase):
     """A ``torch.amp.GradScaler`` for ranks that hold different parts of a model, plain tensors and DTensors alike::
 

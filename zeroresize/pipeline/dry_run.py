@@ -19,7 +19,7 @@ from zeroresize.policy.pipeline.division import PipelineLoad
 from zeroresize.policy.pipeline.profiles import LayerCosts, LayerProfile, PipelineProfile
 from zeroresize.policy.pipeline.rebalancing import By, RebalancingRule
 from zeroresize.runtime.schedules import Schedule
-from zeroresize.utils.value_checks import at_least
+from zeroresize.utils.checked import checked, integer, real
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,12 @@ class PipelinePlan:
     bubble_ratio: float
 
 
+@checked(
+    num_stages=integer(1),
+    num_microbatches=integer(1),
+    speeds=real(above=0.0),
+    memory_limits=real(above=0.0, or_infinite=True),
+)
 def plan_pipeline(
     layers: Sequence[LayerProfile],
     num_stages: int,
@@ -65,7 +71,6 @@ def plan_pipeline(
         ValueError: for fewer layers than stages, or no micro-batch; for speeds, limits or boundaries that do not fit;
             if no boundaries fit into the limits.
     """
-    at_least("num_microbatches", num_microbatches, 1)
     uniform = Partition.uniform(len(layers), num_stages)
     of_time = PipelineLoad.of([one.forward_s + one.backward_s for one in layers], num_stages, speeds=speeds)
     limits = None if memory_limits is None else tuple(map(float, memory_limits))

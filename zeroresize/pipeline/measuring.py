@@ -40,6 +40,7 @@ from zeroresize.policy.pipeline.division import PipelineMessages
 from zeroresize.policy.pipeline.profile_cadence import ProfileCadence, SpentSeconds, profile_cost
 from zeroresize.policy.pipeline.profiles import PipelineProfile
 from zeroresize.resharding.agreement import meet_over
+from zeroresize.utils.checked import checked
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ _REMEMBERED_LINKS = 5
 _LEAST_BYTES = 2**12
 
 
+@checked()
 class LayerProfiler(LayerWatcher):
     """Measures one iteration of a pipeline within a ``with`` block, but not the first one or after ``refresh``::
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,13 +33,17 @@ from zeroresize.pipeline.stage_layers import (
 )
 from zeroresize.pipeline.stage_steps import Make, StageSteps
 from zeroresize.plan.partition import Partition
-from zeroresize.resharding.agreement import agreed, meet_over, require_same
+from zeroresize.resharding.agreement import agreed, let_others_know, meet_over, require_same
 from zeroresize.runtime.counted_loss import Count, CountedLoss, Loss, multiply_gradients, total_count
 from zeroresize.runtime.schedules import Schedule
+from zeroresize.utils.checked import checked, integer
 from zeroresize.utils.hashing import fingerprint
-from zeroresize.utils.value_checks import at_least, one_of
 
 
+@checked(
+    tell=lambda given, error: let_others_know(given["process_group"], given["device"], error),
+    num_microbatches=integer(1),
+)
 class Pipeline:
     """Runs a model of layers over the stages of a process group; rank ``s`` of the group is stage ``s``.
 
@@ -91,11 +95,11 @@ class Pipeline:
 
     def __init__(
         self,
-        layers: Sequence[nn.Module],
+        layers: Sequence[nn.Module] | nn.ModuleList | nn.Sequential,
         loss: Loss,
         *,
         num_microbatches: int,
-        process_group: ProcessGroup,
+        process_group: ProcessGroup | DeviceMesh,
         boundaries: Sequence[int] | None = None,
         schedule: Schedule = "1f1b",
         device: torch.device | str | None = None,
@@ -126,19 +130,17 @@ class Pipeline:
             require_whole_parameters(whole)
             require_ties_within_stages(whole, self.boundaries)
             require_initialize(whole, self._present(), initialize)
-            at_least("num_microbatches", num_microbatches, 1)
-            _require_schedule(schedule)
             self.description = fingerprint(str([num_microbatches, schedule, _description(whole)]))
             return whole, fingerprint(str([self.boundaries, self.description]))
 
         meet = self.meet()
-        (layers, _), table = agreed(meet, checked, lambda made: (made[1], 0.0))
+        (whole, _), table = agreed(meet, checked, lambda made: (made[1], 0.0))
         require_same([row[0] for row in table], "layers, boundaries, micro-batches or schedule", meet)
-        self.module = StageLayers(layers, self._present())
+        self.module = StageLayers(whole, self._present())
         self._steps = StageSteps(schedule, self.module, self.device, self.loss)
         self._steps.follow(process_group)
-        place(layers, self.module.present, self.device, initialize)
-        self.tensors = tensors_by_layer(layers)
+        place(whole, self.module.present, self.device, initialize)
+        self.tensors = tensors_by_layer(whole)
 
     @property
     def process_group(self) -> ProcessGroup:
@@ -438,14 +440,6 @@ def clip_grad_norm_(pipeline: Pipeline, max_norm: float) -> Tensor:
     total = norm_over(grad_norm(parameters).to(pipeline.device).square(), pipeline.process_group)
     scale_gradients(parameters, max_norm, total)
     return total
-
-
-def _require_schedule(schedule: object) -> None:
-    names = {"Schedule1F1B": "1f1b", "ScheduleGPipe": "gpipe"}
-    name = getattr(schedule, "__name__", None)
-    if name in names:
-        raise ValueError(f'schedule={name} is torch\'s: give schedule="{names[name]}", which this package runs itself')
-    one_of("schedule", schedule if name is None else name, get_args(Schedule))
 
 
 def _require_gradients(method: str) -> None:

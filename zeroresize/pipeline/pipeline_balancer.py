@@ -7,10 +7,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
 
 from zeroresize.comm.collectives import as_process_group
 from zeroresize.layers.whole_parameters import require_whole_parameters
@@ -38,15 +38,12 @@ from zeroresize.policy.pipeline.rebalancing import (
     described,
 )
 from zeroresize.policy.pipeline.repacking_decision import RepackingDecision
-from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryError, agreed, require_same
+from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryError, agreed, meet_prepared, require_same
 from zeroresize.resharding.parameter_state import groups_of, require_movable_state
 from zeroresize.telemetry import ChangeRecord
-from zeroresize.utils import value_checks
+from zeroresize.utils.checked import checked, integer, real
 from zeroresize.utils.codec import loaded, saved
 from zeroresize.utils.hashing import fingerprint
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +63,14 @@ class _State:
     repacking: RepackingDecision
 
 
+@checked(
+    tell=lambda given, error: meet_prepared(given["pipeline"].meet(), error),
+    profile_every=integer(1),
+    max_measuring=real(above=0.0, or_infinite=True),
+    memory_limits=real(above=0.0, or_infinite=True),
+    min_saving=real(least=0.0, below=1.0),
+    max_bytes=integer(1),
+)
 class PipelineBalancer:
     """Moves layers to other stages where that makes steps shorter by more than it takes::
 
@@ -174,12 +179,6 @@ class PipelineBalancer:
 
         def checked() -> tuple[WorkCounter, RebalancingRule, list[int | None]]:
             nonlocal options, replicas_group
-            if profile_every != "auto":
-                value_checks.at_least("profile_every", profile_every, 1, otherwise='"auto"')
-            if max_measuring != math.inf:
-                value_checks.number("max_measuring", max_measuring, above=0.0)
-            if not (memory_limits is None or isinstance(memory_limits, Sequence)):
-                raise ValueError(f"memory_limits={memory_limits!r} is not allowed: bytes of each stage are needed")
             limits = None if memory_limits is None else tuple(map(float, memory_limits))
             if limits is not None and len(limits) != pipeline.num_stages:
                 raise ValueError(f"memory_limits are {len(limits)}, not one of each of {pipeline.num_stages} stages")

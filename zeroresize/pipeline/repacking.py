@@ -28,7 +28,7 @@ from zeroresize.policy.pipeline.repacking_decision import Repacking, repacked, r
 from zeroresize.resharding.agreement import meet_prepared
 from zeroresize.resharding.parcels import sent_and_received
 from zeroresize.resharding.transaction import prepare_transaction, receive_transaction
-from zeroresize.utils.value_checks import at_least, number
+from zeroresize.utils.checked import checked, integer, real
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ class Release:
 ReleaseHook = Callable[[Release], object]
 
 
+@checked(least_stages=integer(1), max_slowdown=real(above=0.0))
 @dataclass(frozen=True)
 class Repack:
     """Says when a :class:`~zeroresize.pipeline.PipelineBalancer` packs a pipeline onto fewer ranks.
@@ -82,15 +83,6 @@ class Repack:
     least_stages: int = 1
     max_slowdown: float = math.inf
     on_release: Sequence[ReleaseHook] = field(default=(), repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        at_least("least_stages", self.least_stages, 1)
-        if self.max_slowdown != math.inf:
-            number("max_slowdown", self.max_slowdown, above=0.0)
-        if not isinstance(self.on_release, list | tuple) or not all(map(callable, self.on_release)):
-            raise ValueError(
-                f"on_release={self.on_release!r} is not allowed: a list is needed of functions that take a Release"
-            )
 
 
 @dataclass(frozen=True)

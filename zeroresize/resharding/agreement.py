@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import Channel, Waitable, group_ranks, group_size, message_device, start_messages
+from zeroresize.comm.collectives import (
+    Channel,
+    Waitable,
+    group_ranks,
+    group_size,
+    message_device,
+    require_group,
+    start_messages,
+)
 from zeroresize.comm.exchange import Meet, meet_by
 from zeroresize.utils.deadline import within
 from zeroresize.utils.hashing import fingerprint
@@ -163,6 +171,12 @@ def agreed(
     except Exception as error:  # the others must hear of any
         numbers = error
     return made, meet_prepared(meet, numbers, what)
+
+
+def let_others_know(process_group: Any, device: torch.device | str | None, error: Exception) -> None:
+    """Let ranks that begin by agreeing in a group fail at once, where this one was given what is not allowed."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    meet_prepared(meet_over(require_group(process_group), torch.device(device)), error)
 
 
 def require_same(numbers: Sequence[float], what: str, meet: Meet) -> None:

@@ -9,13 +9,14 @@ import itertools
 import socket
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, group_size, require_group
 from zeroresize.optim.independence import why_not_by_parameter, why_not_elementwise
@@ -23,7 +24,7 @@ from zeroresize.optim.optimizers import require_stepping
 from zeroresize.plan.layout import Layout, TensorSpec
 from zeroresize.plan.strategy import Position, Strategy
 from zeroresize.policy.strategy.switches.transfers import MAX_MESSAGE_BYTES
-from zeroresize.resharding.agreement import gather_texts, meet_over
+from zeroresize.resharding.agreement import gather_texts, let_others_know, meet_over
 from zeroresize.resharding.transaction import Participants, run_transaction
 from zeroresize.strategy.placement.placement import Placement, RankGroups, held_bytes
 from zeroresize.strategy.placement.whole_layers import Initialize, SegmentsOf, WholeLayers, WholeTensor
@@ -31,8 +32,14 @@ from zeroresize.strategy.switching.optimizer_move import OptimizerMove
 from zeroresize.strategy.switching.placements import Placements, make_alike
 from zeroresize.strategy.switching.switch import SwitchReport, TravelTypes
 from zeroresize.strategy.switching.switcher import Switcher
+from zeroresize.utils.checked import checked, integer
 
 
+@checked(
+    tell=lambda given, error: let_others_know(given["process_group"] or dist.group.WORLD, given["device"], error),
+    nodes=integer(0),
+    max_bytes=integer(1),
+)
 class SwitchableModel:
     """Runs whole layers under one of several strategies at a time (HotSPa); collective, as all of its methods.
 
@@ -89,11 +96,11 @@ class SwitchableModel:
 
     def __init__(
         self,
-        layers: Sequence[nn.Module],
+        layers: Sequence[nn.Module] | nn.ModuleList | nn.Sequential,
         *,
-        strategies: Sequence[Strategy],
-        process_group: ProcessGroup | None = None,
-        optimizer_strategy: Strategy | None = None,
+        strategies: Iterable[Strategy],
+        process_group: ProcessGroup | DeviceMesh | None = None,
+        optimizer_strategy: Strategy | Sequence[int] | Mapping[str, Any] | None = None,
         segments: SegmentsOf | None = None,
         initialize: Initialize | None = None,
         device: torch.device | str | None = None,
@@ -114,9 +121,7 @@ class SwitchableModel:
 
         def checked() -> tuple[WholeLayers, dict[Strategy, Layout]]:
             wanted = [*strategies, *([] if optimizer_strategy is None else [optimizer_strategy])]
-            if max_bytes < 1:
-                raise ValueError(f"max_bytes={max_bytes} is not allowed: at least 1 is needed")
-            whole = WholeLayers(layers, segments, compute_dtype)
+            whole = WholeLayers([*layers], segments, compute_dtype)
             if gradient_dtype is not None and not gradient_dtype.is_floating_point:
                 raise ValueError(f"gradient_dtype={gradient_dtype} is not allowed: a type such as torch.bfloat16 is")
             if not wanted:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,16 +15,25 @@ from torch import Tensor, nn
 from zeroresize.comm.collectives import all_reduce, message_device
 from zeroresize.optim.gradient_clipping import norm_of_replicated, scale_gradients
 from zeroresize.plan.strategy import Strategy
-from zeroresize.resharding.agreement import agreed, meet_over
+from zeroresize.resharding.agreement import agreed, let_others_know, meet_over
 from zeroresize.runtime.activations import Batch, BatchOf, find_activations
 from zeroresize.runtime.counted_loss import Count, CountedLoss, Loss, multiply_gradients, total_count
 from zeroresize.runtime.instructions import Instruction
 from zeroresize.runtime.stage import Stage
 from zeroresize.strategy.model import SwitchableModel, require_divisible
 from zeroresize.strategy.switching.switch import SwitchReport
-from zeroresize.utils.value_checks import number
+from zeroresize.utils.checked import Limit, integer, real
 
 logger = logging.getLogger(__name__)
+
+
+#: What is allowed for trainers besides the kinds of values, and how other ranks hear of what is not.
+TRAINER_LIMITS: dict[str, Limit] = {"grad_clip": real(least=0.0), "seed": integer(0)}
+
+
+def tell_model(given: Mapping[str, Any], error: ValueError) -> None:
+    """Let the ranks of the model that a trainer was given fail, too."""
+    let_others_know(given["model"].process_group, given["model"].device, error)
 
 
 class StepTrainer:
@@ -51,7 +60,6 @@ class StepTrainer:
         hollow: BatchOf,
         sizes: Sequence[str],
     ) -> None:
-        number("grad_clip", grad_clip, least=0.0)
         self.model, self.optimizer, self.num_steps = model, optimizer, 0
         self._loss, self._grad_clip, self._seed = CountedLoss(loss, count, averages=False), grad_clip, seed
         self._meet = meet_over(model.process_group, model.device)

@@ -34,8 +34,9 @@ from zeroresize.policy.strategy.stragglers.decision import (
 from zeroresize.policy.strategy.stragglers.rank_speeds import RankSpeeds, SampleCadence
 from zeroresize.resharding.agreement import NotEnoughMemoryError, agreed, meet_over
 from zeroresize.strategy.model import SwitchableModel
-from zeroresize.strategy.step_trainer import StepTrainer
+from zeroresize.strategy.step_trainer import StepTrainer, tell_model
 from zeroresize.telemetry import ChangeRecord
+from zeroresize.utils.checked import Limit, real
 from zeroresize.utils.codec import loaded, saved
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,15 @@ class _State:
     steps: int
     speeds: RankSpeeds
     decision: StragglerState
+
+
+#: What is allowed for balancers besides the kinds of values, and how other ranks hear of what is not.
+SHARES: dict[str, Limit] = dict.fromkeys(("tolerance", "min_saving"), real(least=0.0, below=1.0))
+
+
+def tell_trainer(given: Mapping[str, Any], error: ValueError) -> None:
+    """Let the ranks of the trainer that a balancer was given fail, too."""
+    tell_model({"model": given["trainer"].model}, error)
 
 
 class StragglerBalancing(ABC, Generic[Step]):

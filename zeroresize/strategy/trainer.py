@@ -21,11 +21,11 @@ from zeroresize.runtime.instructions import instructions_of
 from zeroresize.runtime.stage import seed_of
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed, digest_of, require_sequences
-from zeroresize.strategy.step_trainer import StepTrainer, require_ready_to_train
+from zeroresize.strategy.step_trainer import TRAINER_LIMITS, StepTrainer, require_ready_to_train, tell_model
 from zeroresize.strategy.switching.switch import SwitchReport
+from zeroresize.utils.checked import checked, integer
 from zeroresize.utils.hashing import fingerprint
 from zeroresize.utils.torch_state import autocast_dtype
-from zeroresize.utils.value_checks import is_bool
 
 #: Of NVLink and InfiniBand, roughly. Orders depend on their ratio alone, and inside one node on neither.
 TYPICAL_LINKS = LinkSpeeds(within_bytes_per_s=200e9, between_bytes_per_s=25e9)
@@ -81,6 +81,7 @@ class StepReport:
     is_skipped: bool = False
 
 
+@checked(tell=tell_model, **TRAINER_LIMITS, max_tokens=integer(1))
 class StrategyTrainer(StepTrainer):
     """Trains sequences of each range of lengths under the range's strategy, and steps the optimizer once for all.
 
@@ -133,7 +134,7 @@ class StrategyTrainer(StepTrainer):
         self,
         model: SwitchableModel,
         optimizer: torch.optim.Optimizer,
-        ranges: Sequence[LengthRange],
+        ranges: Iterable[LengthRange],
         *,
         loss: Loss,
         max_tokens: int | None = None,
@@ -152,10 +153,9 @@ class StrategyTrainer(StepTrainer):
             hollow=Packed.hollow,
             sizes=["tokens"],
         )
-        is_bool("overlap", overlap)
         self._max_tokens, self._overlap = max_tokens, overlap
         self._switches = PlannedSwitches(model.tensors, model.nodes, TYPICAL_LINKS, model.num_layers)
-        self.use(ranges)
+        agreed(self._meet, lambda: self.use(ranges), what="the ranges")
 
     @property
     def ranges(self) -> tuple[LengthRange, ...]:

@@ -35,8 +35,11 @@ def number(
     above: float | None = None,
     most: float | None = None,
     below: float | None = None,
+    or_infinite: bool = False,
 ) -> None:
-    """Check for a finite number within the given limits."""
+    """Check for a finite number within the given limits, or also for infinity."""
+    if or_infinite and value == math.inf:
+        return
     limits = [f"at least {least:g}"] if least is not None else []
     limits += [f"above {above:g}"] if above is not None else []
     limits += [f"at most {most:g}"] if most is not None else []

@@ -18,6 +18,7 @@ import numpy as np
 
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.microbatches.plan import Floats, Indices
+from zeroresize.utils.checked import checked
 from zeroresize.utils.codec import decoded, encoded
 from zeroresize.utils.files import write_whole
 from zeroresize.utils.hashing import digest
@@ -188,6 +189,7 @@ class StageCosts:
         return Prices(forward_s, backward_s, kept, workspace)
 
 
+@checked()
 @dataclass(frozen=True)
 class CostTable:
     """Hold what the layers of a model take, for each way of recomputation; it can be kept as a file.

@@ -12,14 +12,15 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zeroresize.runtime.instructions import Instruction, Kind
+from zeroresize.utils.checked import checked, integer, real
 from zeroresize.utils.hashing import digest
-from zeroresize.utils.value_checks import at_least, number, one_of
+from zeroresize.utils.value_checks import number
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -42,6 +43,13 @@ class DoesNotFitError(ValueError):
     """Samples do not fit into the memory limit, whatever is computed again."""
 
 
+@checked(
+    num_replicas=integer(1),
+    memory_limit=real(above=0.0),
+    size=integer(1),
+    row_lengths=integer(1),
+    num_clusters=integer(1, most=2 * NUM_CLUSTERS),
+)
 @dataclass(frozen=True)
 class PlanningOptions:
     """Say how iterations are planned.
@@ -72,14 +80,6 @@ class PlanningOptions:
     slowness: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        at_least("num_replicas", self.num_replicas, 1)
-        at_least("size", self.size, 1)
-        at_least("num_clusters", self.num_clusters, 1, 2 * NUM_CLUSTERS)
-        one_of("method", self.method, get_args(Method))
-        one_of("order", self.order, get_args(SampleOrder))
-        one_of("schedule", self.schedule, get_args(ScheduleName))
-        if self.memory_limit != math.inf:
-            number("memory_limit", self.memory_limit, above=0.0)
         if self.method == "packing" and not self.row_lengths:
             raise ValueError('method="packing" needs row_lengths: the tokens of a row, such as (4096,)')
         if self.slowness and len(self.slowness) != self.num_replicas:
@@ -140,9 +140,20 @@ def shapes_of(microbatches: Sequence[MicroBatch]) -> tuple[Indices, Indices]:
     return sizes, np.array([each.lengths for each in microbatches], dtype=np.int64)
 
 
+def whole_lengths(lengths_NA: Any) -> Indices:
+    """Return the lengths of samples as they are, if they are whole numbers of at least one sample; else ValueError."""
+    lengths = np.asarray(lengths_NA)
+    if lengths.ndim != 2 or not lengths.size or lengths.dtype.kind not in "iu":
+        raise ValueError(
+            f"lengths of shape {lengths.shape} and type {lengths.dtype} are not allowed: whole numbers of "
+            "[samples, 1 or 2] are needed, with a sample"
+        )
+    return lengths.astype(np.int64)
+
+
 def batch_fingerprint(lengths_NA: Indices) -> str:
     """Return a digest of the samples' lengths in their order."""
-    lengths = np.ascontiguousarray(lengths_NA, dtype="<i8")
+    lengths = np.ascontiguousarray(whole_lengths(lengths_NA), dtype="<i8")
     return digest(repr(lengths.shape), lengths.tobytes()).hex()
 
 

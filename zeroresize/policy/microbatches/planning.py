@@ -27,6 +27,7 @@ from zeroresize.policy.microbatches.plan import (
     ScheduleName,
     batch_fingerprint,
     shapes_of,
+    whole_lengths,
 )
 from zeroresize.runtime.instructions import check, planned_instructions
 from zeroresize.runtime.schedules import Operation, adaptive_orders, orders_of, peak_bytes
@@ -58,8 +59,8 @@ def plan_iteration(
         DoesNotFitError: for a sample that does not fit, naming it and the limit, or micro-batches of a fixed size that
             do not.
     """
-    lengths = np.asarray(lengths_NA, dtype=np.int64)
     try:
+        lengths = whole_lengths(lengths_NA)
         _require_plannable(lengths, costs)
         chosen = _shortest(lengths, costs, options)
     except DoesNotFitError as error:
@@ -122,10 +123,6 @@ def _why_not(microbatches: Sequence[MicroBatch], costs: StageCosts, options: Pla
 def _require_plannable(lengths_NA: Indices, costs: Mapping[str, StageCosts]) -> None:
     if not costs:
         raise ValueError("costs of no way of recomputation are given: at least one is needed")
-    if lengths_NA.ndim != 2 or not len(lengths_NA) or not lengths_NA.shape[1]:
-        raise ValueError(
-            f"lengths of shape {lengths_NA.shape} are no samples: [samples, 1 or 2] are needed, with a sample"
-        )
     short = np.flatnonzero((lengths_NA < 1).any(axis=1))
     if len(short):
         raise ValueError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 
@@ -28,7 +28,6 @@ from zeroresize.policy.pipeline.profile_cadence import LEAST_BLOCKS
 from zeroresize.policy.pipeline.profiles import LayerCosts, LayerMeans, PipelineProfile
 from zeroresize.runtime.schedules import Schedule
 from zeroresize.runtime.simulated_steps import PipelineStep, simulated_step
-from zeroresize.utils.value_checks import at_least, number, one_of
 
 By = Literal["time", "parameters"]
 #: The options: the best boundaries by now, and those that there were at first.
@@ -95,11 +94,6 @@ class RebalancingRule:
     min_saving: float = MIN_SAVING
     memory_limits: tuple[float, ...] | None = None
     messages: PipelineMessages | None = None
-
-    def __post_init__(self) -> None:
-        one_of("by", self.by, get_args(By))
-        at_least("profile_every", self.num_steps, 1)
-        number("min_saving", self.min_saving, least=0.0, below=1.0)
 
     def to(
         self, costs: LayerCosts, profile: PipelineProfile, cost_of_move: MoveCost, wanted: Partition

@@ -21,7 +21,8 @@ from zeroresize.plan.strategy import Position, Strategy
 from zeroresize.policy.strategy.packing import Floats
 from zeroresize.policy.strategy.switches.switch_plan import plan_gradients, plan_weights
 from zeroresize.policy.strategy.switches.transfers import MAX_MESSAGE_BYTES, LinkSpeeds, SwitchPlan, fused_seconds
-from zeroresize.utils.value_checks import at_least, number
+from zeroresize.utils.checked import checked, integer, real
+from zeroresize.utils.value_checks import number
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,12 @@ class PlannedSwitches:
         return seconds
 
 
+@checked(
+    nodes=integer(0),
+    optimizer_ratio=real(least=0.0),
+    slowness=real(above=0.0),
+    max_message_bytes=integer(1),
+)
 @dataclass(frozen=True)
 class CostModel:
     """Hold what is known of a model and a cluster.
@@ -162,14 +169,10 @@ class CostModel:
     max_message_bytes: int = MAX_MESSAGE_BYTES
 
     def __post_init__(self) -> None:
-        number("optimizer_ratio", self.optimizer_ratio, least=0.0)
-        at_least("max_message_bytes", self.max_message_bytes, 1)
         if not self.nodes:
             raise ValueError("nodes name no rank: at least one is needed")
         if self.slowness and len(self.slowness) != len(self.nodes):
             raise ValueError(f"slowness of {len(self.slowness)} ranks is given: there are {len(self.nodes)}")
-        for factor in self.slowness:
-            number("slowness", factor, above=0.0)
 
     @cached_property
     def switches(self) -> PlannedSwitches:

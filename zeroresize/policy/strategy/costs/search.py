@@ -24,7 +24,8 @@ from zeroresize.plan.strategy import LengthRange, Strategy
 from zeroresize.policy.strategy.costs.cost_model import CostModel
 from zeroresize.policy.strategy.packing import Floats, packed_sums
 from zeroresize.policy.strategy.switches.switch_order import cheapest_order, tour_seconds
-from zeroresize.utils.value_checks import at_least, number
+from zeroresize.utils.checked import checked, integer, real
+from zeroresize.utils.value_checks import at_least
 
 #: The shortest range that a search thinks of by itself.
 _SHORTEST_RANGE = 256
@@ -75,6 +76,7 @@ class SearchResult:
         return self.static.step_s / self.best.step_s
 
 
+@checked(num_ranks=integer(1), num_layers=integer(1), units=integer(1), ranks_per_node=integer(1))
 def candidate_strategies(
     num_ranks: int, num_layers: int, units: Sequence[int], ranks_per_node: int | None = None
 ) -> list[Strategy]:
@@ -89,9 +91,6 @@ def candidate_strategies(
         ValueError: for numbers below 1.
     """
     per_node = num_ranks if ranks_per_node is None else ranks_per_node
-    numbers = {"num_ranks": num_ranks, "num_layers": num_layers, "ranks_per_node": per_node}
-    for key, value in (*numbers.items(), *(("units", num_units) for num_units in units)):
-        at_least(key, value, 1)
     strategies = []
     for tp in _divisors(num_ranks):
         is_whole = per_node % tp == 0 or tp % per_node == 0
@@ -109,6 +108,7 @@ def default_thresholds(longest: int, shortest: int = _SHORTEST_RANGE) -> list[in
     return thresholds[::-1]
 
 
+@checked(memory_limit=real(above=0.0), max_ranges=integer(1), max_tokens=integer(1))
 def search_strategies(
     sample: Sequence[Sequence[int]],
     candidates: Sequence[Strategy],
@@ -138,8 +138,6 @@ def search_strategies(
     """
     candidates = list(candidates)
     thresholds = _checked(sample, candidates, thresholds)
-    at_least("max_ranges", max_ranges, 1)
-    number("memory_limit", memory_limit, above=0.0)
     if max_tokens is not None:
         at_least("max_tokens", max_tokens, thresholds[-1])
     limits = [max_tokens or up_to for up_to in thresholds]

@@ -14,11 +14,18 @@ import numpy as np
 
 from zeroresize.plan.layout import Indices
 from zeroresize.plan.transfers import SliceTransfers
+from zeroresize.utils.checked import checked, real
 
 #: Of the messages that a rank sends and receives at once, unless said otherwise.
 MAX_MESSAGE_BYTES = 2**28
 
 
+@checked(
+    within_bytes_per_s=real(above=0.0, or_infinite=True),
+    between_bytes_per_s=real(above=0.0, or_infinite=True),
+    latency_s=real(least=0.0),
+    node_bytes_per_s=real(above=0.0),
+)
 @dataclass(frozen=True)
 class LinkSpeeds:
     """Hold the bytes per second of a rank's links in one direction, inside its node and to other nodes.

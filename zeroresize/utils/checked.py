@@ -1,0 +1,149 @@
+"""The check of what a public constructor or function is given: kinds by its annotations, limits by the decorator."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import inspect
+import sys
+import textwrap
+import types
+import typing
+from collections import ChainMap, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from numbers import Integral, Number, Real
+from typing import Any, Literal, TypeVar
+
+from zeroresize.utils.value_checks import at_least, number, one_of
+
+_CallableT = TypeVar("_CallableT", bound=Callable[..., Any])
+
+Limit = Callable[[str, Any], None]
+Tell = Callable[[Mapping[str, Any], ValueError], object]
+
+
+def integer(least: int, **most: Any) -> Limit:
+    """Return the limit of whole numbers from ``least`` on, or up to ``most``."""
+    return functools.partial(at_least, least=least, **most)
+
+
+def real(**limits: Any) -> Limit:
+    """Return the limit of numbers, as :func:`~zeroresize.utils.value_checks.number` takes it."""
+    return functools.partial(number, **limits)
+
+
+def choice(allowed: Sequence[str]) -> Limit:
+    """Return the limit of texts that are ``allowed``."""
+    return functools.partial(one_of, allowed=allowed)
+
+
+def checked(*, tell: Tell | None = None, **limits: Limit) -> Callable[[_CallableT], _CallableT]:
+    """Return a decorator that checks the arguments of a function, or of a class's constructor, before it runs.
+
+    Each value is to be of the kind that its annotation names: a class, None, a bool, a whole number, a number other
+    than NaN, a text, a ``Literal``, something that can be called, or lists, tuples and mappings of these. The default
+    of a parameter is always allowed, and so is what an annotation is only imported for type checkers for.
+
+    Args:
+        tell: called with all arguments, by name, and the error: lets other ranks know, where the call is collective.
+        limits: by the name of the parameter, what is asked besides; of every entry of a list. Not asked for None.
+
+    Raises:
+        ValueError: by the decorated call, naming it, the parameter, the value and what is allowed.
+    """
+
+    def decorate(decorated: _CallableT) -> _CallableT:
+        target: Any = decorated
+        function = target.__init__ if inspect.isclass(target) else target
+        signature = inspect.signature(function)
+
+        @functools.cache
+        def hints() -> dict[str, Any]:
+            module = vars(sys.modules[target.__module__])
+            names = ChainMap(module, vars(builtins), defaultdict(lambda: Any))
+            annotated = ((name, each.annotation) for name, each in signature.parameters.items())
+            return {name: eval(hint, {}, names) if isinstance(hint, str) else hint for name, hint in annotated}
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs)  # a TypeError by Python's rules where names do not fit
+            try:
+                for name, value in given.arguments.items():
+                    parameter = signature.parameters[name]
+                    is_free = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+                    is_default = type(value) is type(parameter.default) and value == parameter.default
+                    if not is_free and not is_default:
+                        _check(name, value, hints()[name], limits.get(name))
+            except ValueError as error:
+                described = ValueError(f"{target.__name__}: {error}")
+                if tell is not None:
+                    given.apply_defaults()
+                    with suppress(Exception):  # as where the group itself is none: then the others wait
+                        tell(given.arguments, described)
+                raise described from None
+            return function(*args, **kwargs)
+
+        if function is target:
+            return typing.cast(_CallableT, call)
+        target.__init__ = call
+        return decorated
+
+    return decorate
+
+
+def _check(name: str, value: Any, hint: Any, limit: Limit | None) -> None:
+    if not _fits(value, hint):
+        is_plain = isinstance(value, str | Number | list | tuple | dict | None)
+        shown = textwrap.shorten(repr(value) if is_plain else _name_of(value), 80, placeholder=" …")
+        raise ValueError(f"{name}={shown} is not allowed: {_described(hint)} is needed")
+    if limit is not None and value is not None:
+        is_row = isinstance(value, Sequence) and not isinstance(value, str)
+        for each in value if is_row else [value]:
+            limit(name, each)
+
+
+def _name_of(value: Any) -> str:
+    return getattr(value, "__qualname__", type(value).__name__)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, each) for each in arguments)
+    if origin is Literal:
+        return any(type(value) is type(each) and value == each for each in arguments)
+    kind: Any = type(None) if hint is None else origin or getattr(hint, "__bound__", None) or hint
+    entries: Any = value
+    if kind in (int, float):
+        return isinstance(entries, Integral if kind is int else Real) and type(value) is not bool and value == value
+    if getattr(kind, "_is_protocol", False):  # which no value tells of; a plain one is none
+        return not isinstance(value, str | Number | None)
+    if kind in (Any, inspect.Parameter.empty) or not inspect.isclass(kind):
+        return True
+    if not isinstance(value, kind) and not (kind is tuple and isinstance(value, list)):  # files hold lists
+        return False
+    if issubclass(kind, Mapping) and arguments:
+        return all(_fits(key, arguments[0]) and _fits(each, arguments[1]) for key, each in entries.items())
+    if kind is tuple and arguments and Ellipsis not in arguments:
+        return len(entries) == len(arguments) and all(map(_fits, entries, arguments))
+    if issubclass(kind, Sequence) and arguments and not all(_fits(each, arguments[0]) for each in entries):
+        return False
+    return not arguments or not isinstance(value, str)
+
+
+_WORDS = {type(None): "None", bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+
+
+def _described(hint: Any) -> str:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(dict.fromkeys(map(_described, arguments)))
+    if origin is Literal:
+        return " or ".join(map(repr, arguments))
+    kind: Any = type(None) if hint is None else origin or getattr(hint, "__bound__", None) or hint
+    if kind is Callable:
+        return "a function"
+    entries = ", ".join(_described(each) for each in arguments if each is not Ellipsis)
+    name = "a list" if kind in (tuple, Sequence, Iterable) else _name_of(kind)
+    return _WORDS.get(kind, f"{name} (each {entries})" if entries else name)
