@@ -1,5 +1,6 @@
 """Plans of whole iterations."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -152,7 +153,13 @@ def test_baselines_are_what_they_are_called():
 
 
 SAMPLES_THAT_CANNOT_BE_PLANNED = (
-    (np.zeros((0, 1)), {}, ValueError, r"lengths of shape \(0, 1\) are no samples"),
+    (np.zeros((0, 1), dtype=int), {}, ValueError, r"lengths of shape \(0, 1\) and type int64 are not allowed"),
+    (np.array([[12.5]]), {}, ValueError, "type float64 are not allowed: whole numbers"),
+    (np.array([[math.nan]]), {}, ValueError, "type float64 are not allowed"),
+    ([[3, 4], [5, 6]], {}, ValueError, "lengths have 2 columns: costs are of"),
+    ([3, 4], {}, ValueError, r"lengths of shape \(2,\)"),
+    (None, {}, ValueError, "type object are not allowed"),
+    ("ab", {}, ValueError, "not allowed"),
     (np.array([[3], [0]]), {}, ValueError, r"sample 1 has lengths \[0\]: at least 1"),
     (np.array([[3], [900]]), {"memory_limit": 500.0}, DoesNotFitError, r"sample 1 of \[900\] tokens keeps more than"),
     (
@@ -166,9 +173,10 @@ SAMPLES_THAT_CANNOT_BE_PLANNED = (
 
 
 def test_samples_and_options_that_are_not_allowed_are_named():
+    costs = dataclasses.replace(costs_of(), names=("rows", "tokens"))
     for lengths, options, error, message in SAMPLES_THAT_CANNOT_BE_PLANNED:
         with pytest.raises(error, match=f"iteration 7: .*{message}"):
-            plan_iteration(7, lengths, {"none": costs_of()}, PlanningOptions(**options))
+            plan_iteration(7, lengths, {"none": costs}, PlanningOptions(**options))
     for options, message in (
         ({"num_replicas": 0}, "num_replicas"),
         ({"memory_limit": 0.0}, "memory_limit"),

@@ -170,6 +170,8 @@ class StageCosts:
         A layer's workspace is needed while those behind it have not begun, in the forward, or keep nothing any more, in
         the backward. So that of a stage is the most that any of its layers needs beyond what they all keep together.
         """
+        if self.names and lengths_KA.shape[1] != len(self.names) - 1:
+            raise ValueError(f"lengths have {lengths_KA.shape[1]} columns: costs are of {list(self.names)}")
         of_kind = {kind: self.costs[kind].values(sizes_K, lengths_KA) for kind in dict.fromkeys(self.kinds)}
         total = np.zeros((len(VALUES) - 1, len(sizes_K), self.num_stages))
         peak_KS = np.zeros((len(sizes_K), self.num_stages))
