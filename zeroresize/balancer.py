@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.distributed import DeviceMesh, ProcessGroup
 
+from zeroresize.comm.pausing import Pausable
 from zeroresize.comm.words import Call
 from zeroresize.config import BalanceConfig
 from zeroresize.control import balancer_state, records
@@ -23,7 +24,7 @@ from zeroresize.utils.checked import checked
 
 
 @checked(tell=lambda given, error: tell_other_ranks(given["model"], given["process_group"], error))
-class Balancer:
+class Balancer(Pausable):
     """Balances the converted layers of a model over its tensor-parallel group.
 
     Call :meth:`step` once after every ``optimizer.step()``, on every rank. A plan changes there, or by a call of
@@ -74,6 +75,7 @@ class Balancer:
         config = BalanceConfig() if config is None else config
         self.config, self.on_update = config, on_update
         self._parts = build(model, optimizer, config, process_group, data_parallel_group)
+        self.restraint = self._parts.decider.restraint
         self.lineage = LineageTable(self._parts.setup.layers)
         self._num_steps = 0
         self._is_closed = self._is_at_home = False
@@ -107,7 +109,7 @@ class Balancer:
             observer.monitor.learn()
             reporter.measured(num_steps, observer.monitor.step_s)
             mover.tell_what_was_replaced(num_steps)
-            before = decider.plan
+            before = decider.decided
             decider.update(observer.numbers, self._agreed)
             reporter.decided(num_steps, before, decider, parts.group.units)
             observer.after_update(num_steps)
@@ -147,18 +149,18 @@ class Balancer:
     def what_if(self) -> dict[str, dict[str, Any]]:
         """Return what each mode would do with the group now, by mode, as if it had been in force since the first step.
 
-        Modes that move units lend or prune until the slowness has cost as much as a move: what they tell is that they
-        have settled once ``owned`` of a slow rank is other than 1.
+        While ``pause(advice=True)`` holds it is what this mode would do. Modes that move units lend or prune until the
+        slowness has cost as much as a move: that they have settled tells ``owned`` of a slow rank, other than 1 then.
 
         ``predicted_step_s`` (seconds of a step), ``gain`` (the share of the step that it saves; both NaN before the
         first decision), ``verdict`` (why units would move now, or stay; empty in modes that move none), and of every
         rank, in lists: ``pruned``, ``lent``, ``owned`` (1 is an even share), and ``ratios``, what is left out of an
         even share by the three together. The same on every rank.
         """
-        if self.config.mode != "off":
+        if self.config.mode != "off" and self.restraint.state != "advice":
             raise ValueError(
-                f"what_if() with mode={self.config.mode!r} is not allowed: only in mode 'off' all ranks compute "
-                "everything, so that what the other modes would do is known"
+                f"what_if() with mode={self.config.mode!r} is not allowed: only in mode 'off' and while "
+                "pause(advice=True) holds it is known what modes would do that are not in force"
             )
         return records.what_if(self._parts)
 
@@ -174,7 +176,7 @@ class Balancer:
 
     @property
     def plan(self) -> WorkloadPlan:
-        """The plan that is decided; a :meth:`pin`, or a calibration step, may stand above it."""
+        """The plan that is decided and not paused; a :meth:`pin`, or a calibration step, may stand above it."""
         return self._parts.decider.plan
 
     @property

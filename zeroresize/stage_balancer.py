@@ -12,6 +12,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from zeroresize.balancer import Balancer
 from zeroresize.comm.collectives import as_process_group, group_rank, group_size
 from zeroresize.comm.groups import destroy_side_group, free_group_number, make_side_group
+from zeroresize.comm.pausing import Pausable, Restraint
 from zeroresize.config import BalanceConfig
 from zeroresize.control.setup import tell_other_ranks
 from zeroresize.conversion import balanced_layers, group_of
@@ -29,7 +30,7 @@ MOST_UPDATES = 20
 
 
 @checked(tell=lambda given, error: tell_other_ranks(given["pipeline"].module, given["process_group"], error))
-class StageBalancer:
+class StageBalancer(Pausable):
     """Balances a stage's tensor-parallel group by a :class:`~zeroresize.Balancer` over the layers that the stage has::
 
         layers = nn.ModuleList(Block(tp_group) for _ in range(24))
@@ -92,7 +93,7 @@ class StageBalancer:
             self._group, [group_rank(self._group)], free_group_number()
         )
         self._num_updates = self._num_quiet = 0
-        self._present = range(0)  # of which layers the present balancer is
+        self.restraint, self._present = Restraint(), range(0)  # of which layers the present balancer is
         self.balancer: Balancer | None = None
         try:
             self.balancer = self._new_balancer()
@@ -166,6 +167,8 @@ class StageBalancer:
             data_parallel_group=self._same_shards,
             on_update=self._updated,
         )
+        vars(balancer.restraint).update(vars(self.restraint))  # a pause outlasts a move of layers
+        self.restraint = balancer.restraint
         self._decided = _shares_of(balancer)
         return balancer
 

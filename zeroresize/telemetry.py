@@ -61,9 +61,9 @@ class UpdateRecord:
         moved_bytes: that this rank sent and received of units that changed hands since the last update, also to go
             home for a checkpoint and back.
         moving_s: how long that took the slowest rank.
-        would: in mode "off", what each mode would do with the group, by mode: ``predicted_step_s``, ``gain`` (the share
-            of the step that it saves), and ``most_ratio``, the most that any rank is relieved of; ``Balancer.what_if``
-            tells every rank's.
+        would: in mode "off" what each mode would do with the group, while balancing is paused to advice what this mode
+            would do, by mode: ``predicted_step_s``, ``gain`` (the share of the step that it saves), and ``most_ratio``,
+            the most that any rank is relieved of; ``Balancer.what_if`` tells every rank's.
         verdict: why units moved at this update, or stayed; empty where decisions move none.
     """
 
@@ -123,7 +123,7 @@ class ChangeRecord:
         change_s: seconds that the change took the rank that came last to it, or was to take where ``is_made`` is
             false; without those for which the next step waits for its plan, where steps are planned ahead.
         moved_bytes: that all ranks together received.
-        is_made: false where memory did not suffice: then everything is as it was.
+        is_made: false where memory did not suffice, or by advice only: then everything is as it was.
         reason: why it was due.
     """
 

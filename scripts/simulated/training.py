@@ -97,7 +97,7 @@ def simulate(
             controller.hold_owned(divisions[step])
             plan = controller.hold_owned(None)
         calibrates = step % config.update_every < controller.num_calibration_steps
-        in_force = controller.calibration_plan if calibrates else plan
+        in_force = controller.whole_plan(plan.owned) if calibrates else plan
         if num_bytes := holdings.take(in_force.owned):
             moves.append((step, num_bytes, cluster.move.seconds(num_bytes)))
             if learns_moves:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import virtual_training
+from helpers.on_ranks import on_ranks
 from helpers.sleeping_layers import clock_of
 from helpers.virtual_training import VirtualTime
 from torch import nn
@@ -172,6 +173,33 @@ def test_a_stage_without_balanced_layers_has_settled_and_units_can_be_at_home(ru
         units.close()
 
     run_ranks(check, 2)
+
+
+@on_ranks(2)
+def test_a_pause_of_one_rank_outlasts_the_layers_that_a_stage_has(rank, group):
+    layers = nn.ModuleList([Divided(Whole(), group)])
+    zr.convert(layers, process_group=group)
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    pipeline = Pipeline(layers, nn.functional.mse_loss, num_microbatches=MICRO, process_group=alone)
+    config = zr.BalanceConfig(update_every=1, mode="zero-rd")
+    units = zr.StageBalancer(pipeline, torch.optim.AdamW(pipeline.parameters()), config, process_group=group)
+
+    def after_steps():
+        for _ in range(2):
+            units.step()
+        return units.balancer.restraint.state
+
+    if rank == 1:
+        units.pause(advice=True)
+    assert after_steps() == "advice"
+    first = units.balancer
+    units.leave((0, 0))
+    units.attach()
+    assert units.balancer is not first and units.balancer.restraint.state == "advice"
+    assert after_steps() == "advice"
+    units.resume()
+    assert after_steps() == "on"
+    units.close()
 
 
 def test_clipping_is_by_the_norm_over_stages_and_over_the_shards_of_each(run_ranks):

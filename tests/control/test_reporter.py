@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from zeroresize.comm.pausing import Restraint
 from zeroresize.config import BalanceConfig
 from zeroresize.control.reporter import Reporter
 from zeroresize.plan.group import RankPlan, WorkloadPlan
@@ -64,7 +65,8 @@ def decided(decided_plan, busy_s=(0.1, 0.19), outside_s=(), ownership=None, memo
         ownership=ownership or OwnershipDecision(2, [SegmentWork(1000, 1, 1.0)]),
         config=BalanceConfig(),
     )
-    return SimpleNamespace(plan=decided_plan, outside_s=outside_s, memory=memory, controller=controller)
+    plans = {"plan": decided_plan, "decided": decided_plan, "restraint": Restraint()}
+    return SimpleNamespace(**plans, outside_s=outside_s, memory=memory, controller=controller)
 
 
 UNITS = SimpleNamespace(segments=[None], why_not_movable=None, shares=(1.0, 1.0))

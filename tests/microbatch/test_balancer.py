@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.micro_batches import Undivided, layers_of, planner_of, samples_of, table_of, trainer_of
 from helpers.on_ranks import gathered, on_ranks
+from helpers.pausing import Wishes
 
 from zeroresize.measure.clocks import HostClock
 from zeroresize.microbatch.balancer import MicroBatchBalancer
@@ -152,6 +153,31 @@ def test_a_slow_stage_gives_layers_away_and_gets_them_back(rank, group):
     assert first == other
     kinds, slow, final = first
     assert kinds[0] in ("rearrange", "leave out") and slow != strategy and final == strategy
+
+
+@on_ranks(2)
+def test_paused_by_one_rank_layers_stay_and_are_advised_until_it_is_over(rank, group, *, tmp_path):
+    wishes, records, strategy = Wishes(rank, tmp_path, by_file=True), [], Strategy(pp=2)
+    with wishes.read():
+        job = Job(strategy, group, records)
+
+    def run(state, num_steps):
+        wishes.say(job.balancer, state)
+        for _ in range(num_steps):
+            job.step()
+        return job.balancer.restraint.state, [(each.what, each.is_made) for each in records]
+
+    states = [run("off", 2)]
+    job.pace.chi = 2.5 if rank == 0 else 1.0
+    states += [run("off", 6), run("advice", 8)]
+    stayed = job.balancer.strategy
+    states += [run("on", 3)]
+    after = job.balancer.strategy
+    job.close()
+    first, other = gathered(group, (states, after))
+    assert first == other and [state for state, _ in states] == ["off", "off", "advice", "on"]
+    assert not states[1][1] and states[2][1] and not any(is_made for _, is_made in states[2][1])
+    assert stayed == strategy != after and states[3][1][-1][1]
 
 
 @pytest.mark.slow

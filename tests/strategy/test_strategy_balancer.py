@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.on_ranks import gathered, on_ranks
 from helpers.paced_layers import Pace, paced_cost_model, paced_layers, sequences_of
+from helpers.pausing import Wishes
 from helpers.strategies import mean_loss
 from torch import nn
 
@@ -121,6 +122,33 @@ def test_a_slow_rank_is_shrunk_left_out_and_comes_back_and_results_are_those_of_
     for record in json.loads(json.dumps(records)):
         assert record["kind"] == "strategies" and record["is_made"] and record["expected_step_s"] < record["step_s"]
     assert records[-1]["moved_bytes"] > 0
+
+
+@on_ranks(2)
+def test_paused_by_one_rank_strategies_stay_and_are_advised_until_it_is_over(rank, group, *, tmp_path):
+    wishes, records, losses = Wishes(rank, tmp_path, by_file=False), [], []
+    with wishes.read():
+        _, balancer, pace = training(group, OF_TWO, on_change=records.append)
+
+    def run(state, num_steps):
+        wishes.say(balancer, state)
+        for _ in range(num_steps):
+            losses.append(balancer.step(batch(len(losses))).loss)
+        return balancer.restraint.state, [(each.step, each.what, each.is_made) for each in records]
+
+    states = [run("on", 5)]
+    pace.chi = 1.4 if rank == 1 else 1.0
+    states += [run("off", 2), run("off", 12), run("advice", 20)]
+    stayed = balancer.in_force
+    states += [run("on", 4)]
+    by_rank = gathered(group, states)
+    assert by_rank[0] == by_rank[1] and [state for state, _ in states] == ["on", "off", "off", "advice", "on"]
+    assert stayed == tuple(each.strategy for each in OF_TWO) != balancer.in_force
+    *_, (_, off), (_, advised), (_, made) = states
+    assert not off and advised and not any(is_made for *_, is_made in advised)
+    assert len(advised) == len({what for _, what, _ in advised}), "each is told once"
+    assert made[-1][2] and made[-1][0] <= 5 + 2 + 12 + 20 + 2, "at once, by what was learned"
+    assert losses == pytest.approx(undivided_losses(len(losses)), rel=1e-10)
 
 
 @on_ranks(2)

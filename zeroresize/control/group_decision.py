@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from zeroresize.comm.exchange import Exchange
+from zeroresize.comm.pausing import Restraint
 from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import MIGRATING_MODES
 from zeroresize.plan.group import WorkloadPlan
@@ -91,7 +92,7 @@ class GroupDecision:
     Attributes:
         controller: decides; alike on every rank.
         what_if: decides, too, as other modes would.
-        plan: what is decided.
+        decided: the plan that measurements want; ``plan`` is what is in force of it, all unless balancing is paused.
         num_calibration_steps: for how many of the next steps another plan is in force, :attr:`calibration_plan`.
         outside_s: of every rank, seconds of a step before its first balanced layer; empty before all were measured.
         memory: what the ranks hold and may hold, as they told last; None without ``config.memory_limits``.
@@ -107,7 +108,8 @@ class GroupDecision:
     ) -> None:
         self._config, self._num_ranks, self._exchange, self._segments = config, num_ranks, exchange, segments
         self.controller = Controller(config, num_ranks, segments)
-        self.plan = self.controller.initial_plan()
+        self.restraint, self._wishes = Restraint(), list[float]()
+        self.plan = self.decided = self.controller.initial_plan()
         self.what_if = WhatIf(config, num_ranks, segments)
         self._received: list[RankNumbers] | None = None
         self._lent_when_sent = (0.0,) * num_ranks
@@ -139,6 +141,12 @@ class GroupDecision:
         if self._config.mode in MIGRATING_MODES:
             self._require_equal(self._collect())
         self._lent_when_sent = lent_in_force
+        if self._wishes:
+            self.restraint.agree(self._wishes, self._exchange.where.num_steps, tells=self._exchange.group.rank == 0)
+        if self.restraint.state == "advice":
+            self.plan = dataclasses.replace(self.plan, predicted_step_s=self.controller.predict_step_s(self.plan))
+        else:
+            self._put(self.decided, self.plan.owned)
 
     def require_agreement(self, numbers: RankNumbers, agreed: object) -> None:
         """Compare now what the ranks of the group would decide from; collective, and nothing may be under way.
@@ -163,11 +171,11 @@ class GroupDecision:
 
     def refuse_move(self, in_force: Sequence[float]) -> None:
         """Keep these shares in force, as nothing has changed hands, and plan no other move for a while."""
-        self.plan = self.controller.refuse_move(in_force)
+        self._put(self.controller.refuse_move(in_force))
 
     def hold_owned(self, shares: Sequence[float] | None) -> None:
         """Own by these shares whatever is measured; None to decide again."""
-        self.plan = self.controller.hold_owned(shares)
+        self._put(self.controller.hold_owned(shares), self.plan.owned if shares is None else None)
 
     def next_step(self) -> None:
         """Count a step that ends without an update."""
@@ -202,32 +210,40 @@ class GroupDecision:
         self._lent_when_sent = state.lent_when_sent
         is_like = state.migration_transport == self._config.migration_transport
         self.migration = state.migration if is_like else None
-        self.plan = self.controller.current_plan()
+        self._put(self.controller.current_plan())
         self.num_calibration_steps = min(state.num_calibration_steps, self.controller.num_calibration_steps)
 
     @property
     def calibration_plan(self) -> WorkloadPlan | None:
         """The plan of a calibration step, if the next step is one: it spares nobody, to be measured."""
-        return self.controller.calibration_plan if self.num_calibration_steps else None
+        return self.controller.whole_plan(self.plan.owned) if self.num_calibration_steps else None
+
+    def _put(self, decided: WorkloadPlan, owned: Sequence[float] | None = None) -> None:
+        """Put a plan in force; while balancing is paused nobody is spared, and units stay by the shares ``owned``."""
+        self.plan = self.decided = decided
+        if self.restraint.state != "on":
+            self.plan = self.controller.whole_plan(owned or decided.owned)
 
     def _post(self, exchange: Exchange, numbers: RankNumbers, agreed: object) -> None:
         """Send this rank's numbers, with a hash of all that decisions follow from."""
         migration = dataclasses.astuple(self.migration) if self.migration is not None else None
         of_step = self._lent_when_sent, self.num_calibration_steps
-        fingerprint = self.controller.fingerprint(self.plan, *of_step, migration, repr(agreed))
-        exchange.post(dataclasses.replace(numbers, fingerprint=fingerprint).to_row())
+        fingerprint = self.controller.fingerprint(self.decided, *of_step, migration, repr(agreed))
+        exchange.post([*dataclasses.replace(numbers, fingerprint=fingerprint).to_row(), self.restraint.wish()])
 
     def _collect(self) -> list[float]:
         """Receive what was posted, if anything was; return the fingerprints of all ranks that have sent theirs."""
         rows = self._exchange.collect() if self._exchange is not None else None
         if rows is None:
             return []
-        numbers = [RankNumbers.from_row(row) for row in rows]
+        self._wishes, numbers = [row.pop() for row in rows], [RankNumbers.from_row(row) for row in rows]
         self._received = [_of_slowest(numbers[rank :: self._num_ranks]) for rank in range(self._num_ranks)]
         return [of_rank.fingerprint for of_rank in numbers]
 
     def _decide(self, received: list[RankNumbers]) -> None:
         self._require_equal([numbers.fingerprint for numbers in received])
+        if self.restraint.state == "off":
+            return
         measured = [numbers.times.checked() for numbers in received]
         are_known = not any(math.isnan(times.busy_s) for times in measured)
         self.outside_s = tuple(times.outside_s for times in measured) if are_known else ()
@@ -240,7 +256,7 @@ class GroupDecision:
         samples = [times.beginning_after(late_s) for times in measured]
         collectives = CollectiveTimes(_least_wait_s(received), self._lent_when_sent, self.migration)
         self.what_if.update(samples, collectives)
-        self.plan = self.controller.update(samples, collectives)
+        self.decided = self.controller.update(samples, collectives)
         self.num_calibration_steps = self.controller.num_calibration_steps
 
     def _require_equal(self, fingerprints: Sequence[float]) -> None:

@@ -74,7 +74,10 @@ def metrics(parts: Parts, num_steps: int) -> dict[str, float]:
 
 def what_if(parts: Parts) -> dict[str, dict[str, Any]]:
     """Return what :meth:`zeroresize.balancer.Balancer.what_if` tells."""
-    full_s, what_if = parts.decider.plan.predicted_step_s, parts.decider.what_if
+    decider, what_if, mode = parts.decider, parts.decider.what_if, parts.setup.config.mode
+    plans, verdicts, full_s = what_if.plans, what_if.verdicts, decider.plan.predicted_step_s
+    if mode != "off" and decider.restraint.state == "advice":
+        plans, verdicts = {mode: decider.decided}, {mode: decider.controller.verdict}
     return {
         mode: {
             "predicted_step_s": plan.predicted_step_s,
@@ -83,7 +86,7 @@ def what_if(parts: Parts) -> dict[str, dict[str, Any]]:
             "pruned": [rank.pruned for rank in plan.ranks],
             "lent": [rank.lent for rank in plan.ranks],
             "owned": [rank.owned for rank in plan.ranks],
-            "verdict": what_if.verdicts[mode],
+            "verdict": verdicts[mode],
         }
-        for mode, plan in what_if.plans.items()
+        for mode, plan in plans.items()
     }

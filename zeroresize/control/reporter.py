@@ -57,13 +57,16 @@ class Reporter:
         self._said.add(once)
 
     def decided(self, num_steps: int, before: WorkloadPlan, decision: GroupDecision, units: OwnedUnits | None) -> None:
-        """Tell what an update has changed of the plan ``before``, and why it has changed nothing."""
-        plan, busy_s = decision.plan, decision.controller.busy_s
+        """Tell what an update has changed of the plan decided ``before``, and why it has changed nothing."""
+        plan, busy_s, state = decision.decided, decision.controller.busy_s, decision.restraint.state
+        advice = "advice only: " * (state == "advice")
         now, slow = self._clock(), [rank for rank, of_rank in enumerate(plan.ranks) if of_rank.is_straggler]
         self._slow_since = {rank: self._slow_since.get(rank, now) for rank in slow}
-        if plan.relieved != before.relieved:
-            self.info(num_steps, plan.description + _why_relief_ended(before, plan, busy_s))
-        if units is not None:
+        if state != "off" and plan.relieved != before.relieved:
+            self.info(num_steps, advice + plan.description + _why_relief_ended(before, plan, busy_s))
+        if advice and plan.owned != before.owned:
+            self.info(num_steps, f"{advice}units by {list(plan.owned)}: {decision.controller.verdict}")
+        elif units is not None and state == "on":
             if decision.controller.config.may_move and units.segments and units.why_not_movable is None:
                 self._tell_why_units_stay(num_steps, decision)
             if plan.owned == units.shares:

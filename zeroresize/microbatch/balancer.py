@@ -41,12 +41,8 @@ class MicroBatchBalancer(StragglerBalancing[IterationPlan]):
     Args:
         trainer: whose plans come from ``planners``; nobody else changes its strategy.
         planners: of the run.
-        tolerance, min_saving: as of :class:`~zeroresize.policy.strategy.stragglers.decision.StragglerDecision`.
+        tolerance, min_saving, probe, clock, on_change: as of :class:`~zeroresize.strategy.StrategyBalancer`.
         optimizer_ratio: bytes of optimizer state for a byte of weights; 2 for Adam in the precision of the weights.
-        probe: ``probe()`` gives seconds of a few products on this rank; None for products on its device.
-        clock: for the busy seconds; None for that of the model's device.
-        on_change: is given a :class:`~zeroresize.telemetry.ChangeRecord` after each decision that
-            was carried out or could not be, on every rank.
 
     Raises:
         ValueError: for values that are not allowed; on all ranks, if they differ in them; for an optimizer that sees
@@ -69,34 +65,17 @@ class MicroBatchBalancer(StragglerBalancing[IterationPlan]):
         model, planner = trainer.model, planners.planner
         self._trainer, self._planners = trainer, planners
         self._change_s: float | None = None  # of a change whose first plan has not come yet
-        planned = PlannedModel(
-            model.optimizer_strategy,
-            model.num_layers,
-            model.tensors,
-            model.nodes,
-            self._usual_lengths(),
-            planner.table.longest,
-            optimizer_ratio,
-        )
+        of_model = model.optimizer_strategy, model.num_layers, model.tensors, model.nodes
+        planned = PlannedModel(*of_model, self._usual_lengths(), planner.table.longest, optimizer_ratio)
         self._replanned = ReplannedCosts(planned, planner.table.costs, planner.options)
         agreement = {
             "the planner": planner.fingerprint,
             "tolerance, min_saving or optimizer_ratio": f"{tolerance} {min_saving} {optimizer_ratio}",
             "the strategy": digest(str(model.optimizer_strategy)).hex(),
         }
-        super().__init__(
-            trainer,
-            "micro-batches",
-            (model.optimizer_strategy,),
-            self._replanned,
-            agreement,
-            tolerance=tolerance,
-            min_saving=min_saving,
-            probe=probe,
-            clock=clock,
-            on_change=on_change,
-            as_planned_s=self._replanned.as_planned_s,
-        )
+        strategies = (model.optimizer_strategy,)
+        options = tolerance, min_saving, probe, clock, on_change, self._replanned.as_planned_s
+        super().__init__(trainer, "micro-batches", strategies, self._replanned, agreement, *options)
 
     @property
     def strategy(self) -> Strategy:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from zeroresize.comm.exchange import Exchange
 from zeroresize.comm.groups import CpuGroup
+from zeroresize.comm.pausing import Restraint
 from zeroresize.comm.words import Call
 from zeroresize.measure.links import measure_neighbour_links
 from zeroresize.measure.memory_meter import SavedBytes
@@ -385,7 +386,7 @@ class BlockSeconds:
 class _MeasuredBlock:
     """What one stage knows of a block: its layers, their work, what measuring takes, and whether it is still of use."""
 
-    profiler: LayerProfiler
+    profiler: LayerProfiler | None  # none while balancing is off, when stages only tell their wishes
     counted: CountedBlock
     spent: SpentSeconds
     is_of_use: bool = True
@@ -393,7 +394,8 @@ class _MeasuredBlock:
     def figures(self) -> list[float]:
         """What the other stages are sent, equally many numbers on all of them."""
         failed = float(self.counted.error is not None)
-        return [*astuple(self.spent), failed, *self.profiler.figures(self.counted.mean_seconds)]
+        figures = [] if self.profiler is None else self.profiler.figures(self.counted.mean_seconds)
+        return [failed, *astuple(self.spent), *figures]
 
 
 class Measuring:
@@ -415,7 +417,7 @@ class Measuring:
         self._pipeline, self._optimizer, self._counts_activations = pipeline, optimizer, counts_activations
         self._cadence, self._counter, self._replicas = cadence, counter, replicas
         self._logged_every = cadence.every
-        self.seconds = BlockSeconds(pipeline.device)
+        self.seconds, self.restraint = BlockSeconds(pipeline.device), Restraint()
         self._close: Callable[[], object] = lambda: None
         #: What was measured in this block; on a GPU in the block before; and what is under way.
         self._measured: _MeasuredBlock | None = None
@@ -447,13 +449,15 @@ class Measuring:
         """Return what measures this block."""
         return LayerProfiler(self._pipeline, self._optimizer, counts_activations=self._counts_activations)
 
-    def end_block(self, profiler: LayerProfiler | None, *, is_usual: bool) -> None:
+    def end_block(self, profiler: LayerProfiler | None, *, is_due: bool, is_usual: bool) -> None:
         """End what is computed in a block, usual where nothing else has happened in it but training."""
         self.seconds.end(is_measured=profiler is not None, is_usual=is_usual)
         self._counter.end_block()
         self._measured = None
         if profiler is not None:
             self._measured = _MeasuredBlock(profiler, self._counter.measured_block(), self.seconds.spent())
+        elif is_due:
+            self._measured = _MeasuredBlock(None, CountedBlock(), SpentSeconds(*[0.0] * _NUM_SPENT))
 
     @property
     def is_under_way(self) -> bool:
@@ -479,21 +483,22 @@ class Measuring:
             if self._pipeline.device.type == "cuda":
                 self._sent, self._unread = self._unread, measured
             if self._sent is not None:
-                self._exchange.post(self._sent.figures())
+                self._exchange.post([self.restraint.wish(), *self._sent.figures()])
             if rows is None or sent is None or not sent.is_of_use:
                 return None
-            profile = sent.profiler.profile_of([row[_NUM_SPENT + 1 :] for row in rows])
-        failed = [stage for stage, row in enumerate(rows) if row[_NUM_SPENT]]
-        self._learn_cost([SpentSeconds(*row[:_NUM_SPENT]) for row in rows], failed, sent.counted.error, num_blocks)
-        return profile
+            figures = [row[_NUM_SPENT + 2 :] for row in rows]
+            profile = None if sent.profiler is None else sent.profiler.profile_of(figures)
+        self._learn(rows, sent.counted.error, num_blocks)
+        return None if self.restraint.state == "off" else profile
 
-    def _learn_cost(
-        self, spent: Sequence[SpentSeconds], failed: Sequence[int], error: Exception | None, num_blocks: int
-    ) -> None:
-        cost, num_failed = profile_cost(spent), float(len(failed))
+    def _learn(self, rows: Sequence[Sequence[float]], error: Exception | None, num_blocks: int) -> None:
+        """Learn the wishes of the stages, and what the profile has cost them."""
+        wish, failed = max(row[0] for row in rows), [stage for stage, row in enumerate(rows) if row[1]]
+        cost, num_failed = profile_cost([SpentSeconds(*row[2 : _NUM_SPENT + 2]) for row in rows]), float(len(failed))
         if self._replicas is not None:
-            largest, num_failed = self._replicas.gather_most(-1.0 if cost is None else cost, num_failed)
+            largest, num_failed, wish = self._replicas.gather_most(-1.0 if cost is None else cost, num_failed, wish)
             cost = None if largest < 0.0 else largest
+        self.restraint.agree([wish], num_blocks, tells=self.tells)
         if num_failed:
             where = f"stages {failed}" if failed else "a replica of this pipeline"
             raise ValueError(f"count_work failed on {where}{'' if error is None else f': {error}'}") from error

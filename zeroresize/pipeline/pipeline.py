@@ -15,7 +15,6 @@ from zeroresize.comm.collectives import (
     group_rank,
     group_ranks,
     group_size,
-    message_device,
     require_group,
 )
 from zeroresize.comm.exchange import Meet
@@ -336,11 +335,6 @@ class Pipeline:
     def knows_shapes(self) -> bool:
         """Whether a step has shown what layers hand to each other."""
         return self._steps.message_bytes is not None
-
-    @property
-    def meet_device(self) -> torch.device:
-        """The device on which small messages between the stages must lie."""
-        return message_device(self.process_group, self.device)
 
     def _run_microbatches(self, make: Make) -> Tensor | None:
         _ = self.process_group  # an error where this rank was released

@@ -13,6 +13,7 @@ import torch
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from zeroresize.comm.collectives import as_process_group
+from zeroresize.comm.pausing import Pausable
 from zeroresize.layers.whole_parameters import require_whole_parameters
 from zeroresize.measure.links import measure_move_cost
 from zeroresize.optim.independence import why_not_by_parameter
@@ -71,7 +72,7 @@ class _State:
     min_saving=real(least=0.0, below=1.0),
     max_bytes=integer(1),
 )
-class PipelineBalancer:
+class PipelineBalancer(Pausable):
     """Moves layers to other stages where that makes steps shorter by more than it takes::
 
         balancer = PipelineBalancer(pipeline, optimizer)
@@ -211,15 +212,10 @@ class PipelineBalancer:
             self._replicas = PipelineReplicas(pipeline, replicas_group, options)
             pipeline.replicas = replicas_group  # what counts in a step is that of all of them
         self._links = StageLinks(pipeline, self._replicas) if measure_links else None
-        self._measuring = Measuring(
-            pipeline,
-            optimizer,
-            cadence,
-            counter,
-            self._replicas,
-            # Where every step may be measured, only what decisions need is.
-            counts_activations=rule.num_steps > 1 or rule.memory_limits is not None,
-        )
+        # Where every step may be measured, only what decisions need is.
+        counts = rule.num_steps > 1 or rule.memory_limits is not None
+        self._measuring = Measuring(pipeline, optimizer, cadence, counter, self._replicas, counts_activations=counts)
+        self.restraint = self._measuring.restraint
         self._connect()
         self._rebalancing = Rebalancing(rule, self._measure_cost())
         self._rebalancing.interval = cadence.every
@@ -241,11 +237,11 @@ class PipelineBalancer:
         knows_shapes = self._pipeline.knows_shapes
         # The first step finds shapes by running layers once more.
         is_due = self._cadence.is_due(self.steps) and knows_shapes and not self._units_move()
-        profiler = self._measuring.new_profiler() if is_due else None
+        profiler = self._measuring.new_profiler() if is_due and self.restraint.state != "off" else None
         wanted, self._wanted = self._wanted, None
         is_usual, is_over, move = wanted is None and knows_shapes, False, None
-        if wanted is not None and wanted.before != self._pipeline.boundaries:
-            wanted = None  # somebody else has moved layers
+        if wanted is not None and (self._is_paused() or wanted.before != self._pipeline.boundaries):
+            wanted = None  # or somebody else has moved layers
         try:
             with ExitStack() as around:
                 if wanted is not None:
@@ -262,7 +258,7 @@ class PipelineBalancer:
             if wanted is not None:
                 self._stay(wanted, error)
             wanted = None
-        self._measuring.end_block(profiler, is_usual=is_usual)
+        self._measuring.end_block(profiler, is_due=is_due, is_usual=is_usual)
         if is_due:
             self._cadence.measured(self.steps)
         self.steps += 1
@@ -323,8 +319,14 @@ class PipelineBalancer:
         return _State(self.steps, self._cadence.costs, self._rebalancing.state, self._repacking)
 
     def _balance(self, profile: PipelineProfile) -> None:
-        """Decide after a profile, and carry that out or keep it for the next block."""
-        proposal = self._decide(profile)
+        """Decide after a profile, and carry that out, keep it for the next block, or only tell it."""
+        rental = self._rebalancing.state.rental
+        owed, proposal = dict(vars(rental)), self._decide(profile)
+        if self.restraint.state == "advice":
+            if proposal is not None:
+                self._stay(proposal, f"by advice only {described(proposal.transfers)}: {proposal.reason}")
+                vars(rental).update(owed)  # it is still due
+            return
         if self._release(profile) or proposal is None:
             return
         if self._units_move():  # they have begun since the profile was measured
@@ -344,16 +346,10 @@ class PipelineBalancer:
                 profile = self._replicas.gather_slowest(profile)
             if self._on_profile is not None:
                 rule, cadence = self._rebalancing.rule, self._cadence
-                self._on_profile(
-                    ProfileRecord.of(
-                        self.steps,
-                        profile,
-                        rule.schedule,
-                        rule.num_microbatches,
-                        profile_every=cadence.every,
-                        profile_cost=cadence.cost,
-                    )
+                record = ProfileRecord.of(
+                    self.steps, profile, rule.schedule, rule.num_microbatches, cadence.every, cadence.cost
                 )
+                self._on_profile(record)
             try:
                 proposal = self._rebalancing.update(profile, self.steps, messages)
             except NothingFitsError as error:  # on every rank; training does not need layers to move
@@ -409,7 +405,15 @@ class PipelineBalancer:
                 logger.info("step %d: layers do not move before the end of the step: %s", self.steps, error)
             return None
 
-    def _stay(self, proposal: RebalancingProposal, error: RuntimeError) -> None:
+    def _is_paused(self) -> bool:
+        """Whether balancing is, by what ranks wish now, so that the move that is due is dropped; collective."""
+        wishes = [wish for wish, *_ in self._pipeline.meet()(self.restraint.wish())]
+        self.restraint.agree(wishes, self.steps, tells=self._measuring.tells)
+        if self.restraint.state != "on":
+            self._rebalancing.drop()
+        return self.restraint.state != "on"
+
+    def _stay(self, proposal: RebalancingProposal, error: RuntimeError | str) -> None:
         self._rebalancing.refuse()
         if self._measuring.tells:
             logger.warning("step %d: layers stay where they are: %s", self.steps, error)

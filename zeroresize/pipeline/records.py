@@ -57,7 +57,6 @@ class ProfileRecord:
         profile: PipelineProfile,
         schedule: Schedule,
         num_microbatches: int,
-        *,
         profile_every: int | None = None,
         profile_cost: float = math.nan,
     ) -> ProfileRecord:

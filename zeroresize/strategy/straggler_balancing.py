@@ -17,6 +17,7 @@ import torch
 
 from zeroresize.comm.exchange import Exchange
 from zeroresize.comm.groups import CpuGroup
+from zeroresize.comm.pausing import Pausable, Restraint
 from zeroresize.comm.words import Call
 from zeroresize.measure.clocks import Clock, clock_for
 from zeroresize.measure.links import measure_move_cost
@@ -83,7 +84,7 @@ def tell_trainer(given: Mapping[str, Any], error: ValueError) -> None:
     tell_model({"model": given["trainer"].model}, error)
 
 
-class StragglerBalancing(ABC, Generic[Step]):
+class StragglerBalancing(Pausable, ABC, Generic[Step]):
     """The loop of a balancer: it learns the ranks' speeds from what their parts of steps took, without waits, and
     should have taken, decides alike on all ranks, and has the change carried out.
 
@@ -108,7 +109,6 @@ class StragglerBalancing(ABC, Generic[Step]):
         strategies: Sequence[Strategy],
         costs: SampledCosts[Step],
         agreement: Mapping[str, str],
-        *,
         tolerance: float,
         min_saving: float,
         probe: Callable[[], float] | None,
@@ -135,7 +135,7 @@ class StragglerBalancing(ABC, Generic[Step]):
         self._newest: deque[Step] = deque(maxlen=SAMPLE)
         self._cadence = SampleCadence(SAMPLE)
         self._exchange = Exchange(CpuGroup(model.process_group, agreement))
-        self._speeds = RankSpeeds(len(self._exchange.ranks))
+        self._speeds, self.restraint, self._advised = RankSpeeds(len(self._exchange.ranks)), Restraint(), ""
         self._timer = StepTimer(clock or clock_for(model.device))
         self._unread_s: deque[float] = deque()  # of steps whose seconds are not read yet: what they should have taken
         # Steps without a part in a row, what the probe took in this one, and what was worked out since the last one.
@@ -186,14 +186,14 @@ class StragglerBalancing(ABC, Generic[Step]):
     def _begin(self, *, has_part: bool) -> None:
         """Begin to measure what this rank does in a step, in which it has a part or none."""
         every, steps = (_PROBE_WITH_PART_EVERY, self.steps) if has_part else (PROBE_EVERY, self._steps_without)
-        self._probe_s = self._probe() if steps % every == PROBE_EVERY - 1 else 0.0
+        self._probe_s = self._probe() if self.restraint.state != "off" and steps % every == PROBE_EVERY - 1 else 0.0
         self._steps_without = 0 if has_part else self._steps_without + 1
         self._timer.begin_step()
 
     def _end(self, step: Step, work_s: float, step_s: float) -> None:
         """End a step, in which this rank should have computed for ``work_s``, and change what is to change."""
         self._newest.append(step)
-        if self._cadence.is_due():
+        if self.restraint.state != "off" and self._cadence.is_due():
             with self._working():
                 self._costs.expect(list(self._newest))
                 self._decision.look_again()
@@ -203,11 +203,12 @@ class StragglerBalancing(ABC, Generic[Step]):
         self._exchange.where.call, self._exchange.where.num_steps = Call.STEP, self.steps
         table = self._exchange.collect()
         # On a device the seconds of a step are read one or more steps later.
-        busy = [(each.busy_s, self._unread_s.popleft()) for each in times]
-        self._exchange.post([*(busy[-1] if busy else (0.0, 0.0)), self._probe_s, self._working_s, step_s])
+        busy = [(each.busy_s, self._unread_s.popleft()) for each in times] or [(0.0, 0.0)]
+        self._exchange.post([*busy[-1], self._probe_s, self._working_s, step_s, self.restraint.wish()])
         self._working_s = 0.0
         if table is not None:
-            busy_R, expected_R, probe_R, working_R, step_R = zip(*table, strict=True)
+            busy_R, expected_R, probe_R, working_R, step_R, wish_R = zip(*table, strict=True)
+            self.restraint.agree(wish_R, self.steps, tells=self._model.rank == 0)
             self._speeds.learn(busy_R, expected_R, probe_R)
             self._cadence.learn(max(working_R), max(step_R))
             self._decide()
@@ -224,23 +225,26 @@ class StragglerBalancing(ABC, Generic[Step]):
     def _decide(self) -> None:
         speeds = self._speeds.speeds()
         with self._working():
-            proposal = None if speeds is None else self._decision.update(speeds)
+            proposal = None if speeds is None or self.restraint.state == "off" else self._decision.update(speeds)
         if proposal is None or speeds is None:
             return
+        candidate, is_advice = proposal.candidate, self.restraint.state == "advice"
+        if is_advice and candidate.key == self._advised:
+            return
+        self._advised = candidate.key if is_advice else ""
         before, begin, received = self.in_force, time.perf_counter(), None
         with suppress(NotEnoughMemoryError):
-            received = self._carry_out(proposal, speeds)
+            received = None if is_advice else self._carry_out(proposal, speeds)
         change_s, moved_bytes = proposal.switch_s, 0
-        if received is None:
+        if received is None and not is_advice:
             self._decision.refuse()
-        else:
+        elif received is not None:
             table = self._exchange.meet(time.perf_counter() - begin, float(received))
             change_s, moved_bytes = max(seconds for seconds, _ in table), int(sum(num_bytes for _, num_bytes in table))
             self._decision.made(proposal, speeds)
         for strategy in self._model.strategies:  # that came for slow ranks and are in no range now
             if strategy not in (*self._kept, *self.in_force, self._model.optimizer_strategy):
                 self._model.forget(strategy)
-        candidate = proposal.candidate
         record = ChangeRecord(
             kind=self._kind,
             step=self.steps,
@@ -257,7 +261,7 @@ class StragglerBalancing(ABC, Generic[Step]):
             reason=str(self._decision.verdict),
         )
         if self._model.rank == 0:
-            is_made = "" if record.is_made else ", and was not made, as memory does not suffice"
+            is_made = "" if record.is_made else ", only advice" if is_advice else ", not made: memory does not suffice"
             names = f"{candidate.key}: {', '.join(map(str, candidate.strategies))}"
             logger.info("step %d: %s: %s; took %.2f s%s", self.steps, names, self._decision.verdict, change_s, is_made)
         if record.is_made:

@@ -86,16 +86,7 @@ class StrategyBalancer(StragglerBalancing[list[int]]):
             "limit_bytes, tolerance or min_saving": f"{limit_bytes} {tolerance} {min_saving}",
         }
         super().__init__(
-            trainer,
-            "strategies",
-            strategies,
-            costs,
-            agreement,
-            tolerance=tolerance,
-            min_saving=min_saving,
-            probe=probe,
-            clock=clock,
-            on_change=on_change,
+            trainer, "strategies", strategies, costs, agreement, tolerance, min_saving, probe, clock, on_change
         )
 
     def step(self, sequences: Sequence[Tensor]) -> StepReport:

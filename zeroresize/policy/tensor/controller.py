@@ -147,11 +147,16 @@ class Controller:
         """Return the plan of the last update, or of a loaded state."""
         return self._plan(math.nan)
 
-    @property
-    def calibration_plan(self) -> WorkloadPlan:
-        """Return a plan that spares nobody: it is in force in the first ``num_calibration_steps``."""
-        ranks = zip(self.ownership.owned, self._are_stragglers, strict=True)
-        return WorkloadPlan(tuple(RankPlan(owned=owned, is_straggler=slow) for owned, slow in ranks))
+    def whole_plan(self, owned: Sequence[float]) -> WorkloadPlan:
+        """Return a plan by which ranks own so much and nobody is spared, as in ``num_calibration_steps``."""
+        ranks = zip(owned, self._are_stragglers, strict=True)
+        return WorkloadPlan(tuple(RankPlan(owned=share, is_straggler=slow) for share, slow in ranks))
+
+    def predict_step_s(self, plan: WorkloadPlan) -> float:
+        """Return the seconds of a step under any plan, by the latest times; NaN before all ranks were measured."""
+        pruned, lent, borrowed = zip(*((rank.pruned, rank.lent, rank.borrowed) for rank in plan.ranks), strict=True)
+        division = WorkDivision(pruned, lent, borrowed)
+        return math.nan if self._latest is None else self._step_s(self._latest, division, plan.owned)
 
     def expect_moves(self, cost: MoveCost, bytes_of_units: float, comparing_s: float = 0.0) -> None:
         """Take what a move takes by the calibration, and the bytes of all units of a rank; alike on every rank.
@@ -389,10 +394,10 @@ class Controller:
         price_s = self.config.min_gain * ownership.step_s(times) / max(sum(slow), 1) * division.dropped(owned)
         return ownership.step_s(times, shares, division) + price_s
 
-    def _step_s(self, times: GroupTimes, division: WorkDivision) -> float:
+    def _step_s(self, times: GroupTimes, division: WorkDivision, owned: Division | None = None) -> float:
         """Seconds of a step of what ranks own, divided so, with what collectives take."""
-        owned, communication = self.ownership.owned, self._communication
-        return self.ownership.step_s(times, owned, division, communication.migration) + communication.without_loans_s
+        step_s = self.ownership.step_s(times, owned or self.ownership.owned, division, self._communication.migration)
+        return step_s + self._communication.without_loans_s
 
 
 def _rounded(division: WorkDivision) -> WorkDivision:

@@ -1,0 +1,65 @@
+"""Balancing is paused while a job runs, by a call or a file, on all ranks at once."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+
+logger = logging.getLogger(__name__)
+
+#: What balancing may be, the freest first, and what the log says of it.
+STATES = {"on": "goes on", "advice": "is paused (advice only)", "off": "is paused"}
+VARIABLE = "ZERORESIZE_BALANCING"
+
+
+class Restraint:
+    """What this rank wishes balancing to be, and the most restrained wish of any rank, the ``state`` that holds."""
+
+    def __init__(self) -> None:
+        self._path, self._of_file, self._has_warned = os.environ.get(VARIABLE), 0, False
+        self.of_call, self.state = 0, "on"
+
+    def wish(self) -> float:
+        """Return what the other ranks are sent at an update: the number of a state, and a half more from a file."""
+        if self._path:
+            try:
+                with open(self._path, encoding="utf-8", errors="replace") as file:
+                    self._of_file = list(STATES).index((file.read(99).split() or [""])[0])
+            except FileNotFoundError:
+                self._of_file = 0
+            except (OSError, ValueError) as error:
+                text = "%s=%s begins with none of the words on, advice and off, and what it said before holds: %s"
+                logger.log(logging.DEBUG if self._has_warned else logging.WARNING, text, VARIABLE, self._path, error)
+                self._has_warned = True
+        return max(self.of_call, self._of_file + 0.5 * (self._of_file > 0))
+
+    def agree(self, wishes: Sequence[float], num_steps: int, *, tells: bool) -> None:
+        """Take the wishes of all ranks, after so many steps; the rank that tells logs a change."""
+        most, before = max(wishes), self.state
+        self.state = list(STATES)[int(most)]
+        if tells and self.state != before:
+            who = f"the file of {VARIABLE}" if most % 1 else "pause()" if most else "every rank"
+            logger.info("balancing %s since step %d, as %s says", STATES[self.state], num_steps, who)
+
+
+class Pausable:
+    """What all balancers have in common: a job that runs can pause them."""
+
+    restraint: Restraint
+
+    def pause(self, advice: bool = False) -> None:
+        """Pause balancing on all ranks from the next update on, or the one behind it; one rank's call suffices.
+
+        What was lent or pruned is taken back, what has moved stays where it is. So it is, too, while the file that the
+        environment variable ``ZERORESIZE_BALANCING`` names begins with the word ``off``, or ``advice``, for any rank.
+
+        Args:
+            advice: whether balancing goes on to measure and decide, and tells in the log and its records what it would
+                do; what is lent or pruned stays so.
+        """
+        self.restraint.of_call = 1 if advice else 2
+
+    def resume(self) -> None:
+        """Take back this rank's :meth:`pause`; balancing goes on with what it knows where no rank has it paused."""
+        self.restraint.of_call = 0
