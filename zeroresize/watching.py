@@ -61,11 +61,16 @@ def watch(
     """
     group = _group_of(process_group)
     try:
-        _check(model, optimizer, update_every, tolerance)
-    except ValueError as error:
+        if optimizer is not None:
+            torch_optimizer(optimizer)
+    except ValueError:
+        described = ValueError(
+            f"optimizer={type(optimizer).__name__} is no torch.optim.Optimizer and has none as its .optim, so its "
+            "steps cannot be heard: leave it out, and call step() of the watch after each"
+        )
         if group is not None and group_size(group) > 1:
-            let_others_fail(group, error)
-        raise
+            let_others_fail(group, described)
+        raise described from None
     return Watch(model, optimizer, group, update_every, tolerance)
 
 
@@ -179,18 +184,6 @@ def _detach(steps: ModelSteps, slowness: SlownessWatch, exchange: Exchange) -> N
     steps.close()
     slowness.close()
     exchange.close()
-
-
-def _check(model: Any, optimizer: Any, update_every: Any, tolerance: Any) -> None:
-    """Raise a ValueError for arguments that are not allowed, as far as that needs no other rank."""
-    if optimizer is not None:
-        try:
-            torch_optimizer(optimizer)
-        except ValueError:
-            raise ValueError(
-                f"optimizer={type(optimizer).__name__} is no torch.optim.Optimizer and has none as its .optim, so its "
-                "steps cannot be heard: leave it out, and call step() of the watch after each"
-            ) from None
 
 
 def _group_of(process_group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:

@@ -10,18 +10,18 @@ from torch import nn
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, group_size, require_group
-from zeroresize.injection.schedule import SCOPES, Schedule, checked_chi
+from zeroresize.injection.schedule import Schedule, Scope, checked_chi
 from zeroresize.injection.slow_layers import SlowLayers
 from zeroresize.injection.slow_ops import SlowOps
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.utils.checked import checked, choice
+from zeroresize.utils.checked import checked
 
 if TYPE_CHECKING:
     from zeroresize.injection.slow_stage import SlowStage
     from zeroresize.pipeline.pipeline import Pipeline
 
 
-@checked(scope=choice(SCOPES))
+@checked()
 class StragglerInjector:
     """A context manager in which some ranks are slow.
 
@@ -53,7 +53,7 @@ class StragglerInjector:
         process_group: ProcessGroup | DeviceMesh,
         chi: Mapping[int, float] | None = None,
         schedule: Schedule | None = None,
-        scope: str = "gemm",
+        scope: Scope = "gemm",
     ) -> None:
         process_group = require_group(process_group)
         self._rank, self._num_ranks = group_rank(process_group), group_size(process_group)

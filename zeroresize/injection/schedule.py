@@ -7,13 +7,14 @@ The straggling skewness χ is how many times the normal time a straggler's produ
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 from zeroresize.utils.value_checks import is_number
 
 Schedule = Callable[[int, int], Mapping[int, float]]
 
-SCOPES = ("gemm", "all")
+Scope = Literal["gemm", "all"]
+SCOPES: tuple[str, ...] = get_args(Scope)
 #: By name, as in configurations.
 SCHEDULES = ("static", "round_robin")
 

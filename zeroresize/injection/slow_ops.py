@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from zeroresize.injection.delay import Slowdown
-from zeroresize.injection.schedule import SCOPES
-from zeroresize.utils.checked import checked, choice
+from zeroresize.injection.schedule import Scope
+from zeroresize.utils.checked import checked
 from zeroresize.utils.torch_private import DispatchMode, Operator, dispatch_modes, name_of_operator
 
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_addmm_activation", "aten::linear", "aten::_scaled_mm"})
 _NO_WORK = ("c10d", "_c10d", "_dtensor", "symm_mem", "prim::", "profiler::")
 
 
-@checked(scope=choice(SCOPES))
+@checked()
 class SlowOps(Slowdown):
     """While active, delays the linear products of this thread (and of its backward), or every op.
 
@@ -31,7 +31,7 @@ class SlowOps(Slowdown):
         ValueError: for an unknown scope.
     """
 
-    def __init__(self, *, scope: str = "gemm") -> None:
+    def __init__(self, *, scope: Scope = "gemm") -> None:
         super().__init__()
         self._mode = _SlowOpsMode(self, scope == "all")
         self._is_active = False

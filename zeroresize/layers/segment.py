@@ -62,12 +62,6 @@ class Segment:
     head_size: int | None = None
     why_even: Callable[[], str | None] | None = None
 
-    def __post_init__(self) -> None:
-        if isinstance(self.column, str) or not isinstance(self.column, Sequence):
-            raise ValueError(
-                f"Segment(column={self.column!r}): wanted is a list of column-parallel layers, or of their names"
-            )
-
 
 @dataclass(frozen=True)
 class UnitTensor:

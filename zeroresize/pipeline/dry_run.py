@@ -101,6 +101,7 @@ def plan_pipeline(
     )
 
 
+@checked(num_microbatches=integer(1), flops_per_s=real(above=0.0), states_per_parameter=integer(0))
 def profiles_on_meta(
     layers: Sequence[nn.Module],
     *inputs: Tensor,
@@ -122,10 +123,6 @@ def profiles_on_meta(
     Raises:
         ValueError: for layers or inputs that are not on the meta device, and a speed that is not above 0.
     """
-    if not flops_per_s > 0.0 or num_microbatches < 1:
-        raise ValueError(
-            f"flops_per_s={flops_per_s} and num_microbatches={num_microbatches} must be above 0 and at least 1"
-        )
     for number, layer in enumerate(layers):
         for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
             if not tensor.is_meta:

@@ -193,14 +193,9 @@ class WorkCounter:
     unit, must be proportional to the layer's seconds, and waits for no device. A profile's seconds are those of the
     measured block × the mean count of the blocks since the last profile / the count of this one. Layers that arrive are
     counted from their first whole block on.
-
-    Raises:
-        ValueError: for a ``count_work`` that is none.
     """
 
     def __init__(self, pipeline: Pipeline, count_work: CountWork | None) -> None:
-        if not (count_work in (None, "tokens") or callable(count_work)):
-            raise ValueError(f"count_work={count_work!r} is not allowed: a function, 'tokens' or None is needed")
         self._pipeline = pipeline
         self._rows = GivenRows(pipeline.layers) if count_work == "tokens" else None
         self._count = self._rows if count_work == "tokens" else count_work

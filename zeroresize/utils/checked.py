@@ -15,7 +15,7 @@ from contextlib import suppress
 from numbers import Integral, Number, Real
 from typing import Any, Literal, TypeVar
 
-from zeroresize.utils.value_checks import at_least, number, one_of
+from zeroresize.utils.value_checks import at_least, number
 
 _CallableT = TypeVar("_CallableT", bound=Callable[..., Any])
 
@@ -31,11 +31,6 @@ def integer(least: int, **most: Any) -> Limit:
 def real(**limits: Any) -> Limit:
     """Return the limit of numbers, as :func:`~zeroresize.utils.value_checks.number` takes it."""
     return functools.partial(number, **limits)
-
-
-def choice(allowed: Sequence[str]) -> Limit:
-    """Return the limit of texts that are ``allowed``."""
-    return functools.partial(one_of, allowed=allowed)
 
 
 def checked(*, tell: Tell | None = None, **limits: Limit) -> Callable[[_CallableT], _CallableT]:

@@ -25,7 +25,6 @@ from zeroresize.policy.strategy.stragglers.candidates import (
     candidates,
     slow_ranks,
 )
-from zeroresize.utils.value_checks import number
 
 #: Where shares inside the tensor-parallel groups make a step at most so much longer than the best candidate does, as a
 #: share of that, nothing else is done: less travels, and no rank is idle.
@@ -85,8 +84,6 @@ class StragglerDecision:
         as_planned_s: Callable[[Sequence[Strategy], Sequence[float]], float] | None = None,
         replan: MoveCost = REPLAN_COST,
     ) -> None:
-        for name, value in (("tolerance", tolerance), ("min_saving", min_saving)):
-            number(name, value, least=0.0, below=1.0)
         self.original = tuple(original)
         self.state = StragglerState(self.original, cost)
         self.verdict = Verdict(Reason.NOTHING_SAVES)
