@@ -141,4 +141,6 @@ def _described(hint: Any) -> str:
         return "a function"
     entries = ", ".join(_described(each) for each in arguments if each is not Ellipsis)
     name = "a list" if kind in (tuple, Sequence, Iterable) else _name_of(kind)
+    if name == "ProcessGroup":
+        return "a process group (that of the job is None before init_process_group)"
     return _WORDS.get(kind, f"{name} (each {entries})" if entries else name)
