@@ -41,12 +41,7 @@ _LONG_S = 0.5
 _REPETITIONS, _IN_A_ROW = 3, 3
 
 
-@checked(
-    most_rows=integer(1),
-    longest=integer(2),
-    shortest=integer(1),
-    most_tokens=real(above=0.0),
-)
+@checked(most_rows=integer(1), longest=integer(2), shortest=integer(1), most_tokens=real(above=0.0))
 @dataclass(frozen=True)
 class ProfiledShapes:
     """Say for which micro-batches layers are measured.

@@ -135,12 +135,7 @@ class PlannedSwitches:
         return seconds
 
 
-@checked(
-    nodes=integer(0),
-    optimizer_ratio=real(least=0.0),
-    slowness=real(above=0.0),
-    max_message_bytes=integer(1),
-)
+@checked(nodes=integer(0), optimizer_ratio=real(least=0.0), slowness=real(above=0.0), max_message_bytes=integer(1))
 @dataclass(frozen=True)
 class CostModel:
     """Hold what is known of a model and a cluster.
