@@ -1,6 +1,8 @@
 """The instruction store: what is left there comes back, waits say why they last, and a store that is away is named."""
 
 import logging
+import multiprocessing
+import os
 import random
 import re
 import socket
@@ -8,6 +10,7 @@ import threading
 import time
 
 import pytest
+import torch.distributed as dist
 from helpers.planning import error_of
 from helpers.processes import for_each
 from helpers.stores import StoreKeeper
@@ -126,6 +129,37 @@ def test_ranks_share_a_store_that_rank_0_keeps_and_hosts_are_numbered(run_ranks,
     (*first, trusted), *others = run_ranks(share, 3)
     assert first == [0, 2, True] and others == [(1, 2, True, []), (0, 2, False, [])]
     assert re.fullmatch(r"plans come by localhost:\d+, which asks nobody who they are: all in .* trusted", *trusted)
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_run_ends_without_an_error_whichever_rank_closes_last(last, forked):
+    """Rank 0 keeps the job's store and exits at once, while the other one, which is slow, still reads there."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+    def end(rank, failures):
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+        store, get = share_store(dist.group.WORLD), dist.PrefixStore.get
+        if rank:
+            dist.PrefixStore.get = lambda *arguments: time.sleep(0.3) or get(*arguments)
+        time.sleep(0.3 if rank == last else 0.0)
+        try:
+            store.close()
+        except BaseException as error:
+            failures.put(str(error))
+            failures.close()
+            failures.join_thread()
+        os._exit(0)
+
+    fork = multiprocessing.get_context("fork")
+    failures = fork.Queue()
+    ranks = [fork.Process(target=end, args=(rank, failures)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(20.0)
+        assert process.exitcode == 0
+    assert failures.empty(), failures.get()
 
 
 def test_a_store_that_cannot_be_made_or_opened_is_an_error_on_all_ranks(run_ranks, monkeypatch):

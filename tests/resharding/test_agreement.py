@@ -1,5 +1,6 @@
 """What ranks tell each other before and after a move: by tables of numbers, and over a real group."""
 
+import re
 from datetime import timedelta
 
 import pytest
@@ -17,6 +18,8 @@ from zeroresize.resharding.agreement import (
     meet_prepared,
     require_received,
     require_same,
+    text_numbers,
+    text_of,
 )
 
 CPU = torch.device("cpu")
@@ -46,48 +49,60 @@ def test_all_ranks_get_the_numbers_and_texts_of_all(rank, group):
     assert list(gather_texts("", meet, group, CPU)) == [""] * 3
 
 
-def test_a_rank_that_cannot_prepare_raises_its_own_error_after_the_others_have_heard():
-    """Where memory ran out it raises what the others do: whoever goes on after that must not do so alone."""
-    for error, kind, number in (
-        (ValueError("bad"), ValueError, -1.0),
-        (KeyError("bad"), CannotMoveError, -1.0),
-        (MemoryError(), NotEnoughMemoryError, -2.0),
-        (torch.OutOfMemoryError("of CUDA"), NotEnoughMemoryError, -2.0),
-    ):
-        heard = []
-        with pytest.raises(kind):
-            meet_prepared(meeting([], heard), error)
-        assert heard == [(number,)]
-        with pytest.raises(kind):
-            meet_prepared(nobody_comes, error)
-    with pytest.raises(CannotMoveError, match="out of memory"):
-        meet_prepared(meeting([[-1.0, 0.0]]), MemoryError())
-    with pytest.raises(NotEnoughMemoryError):
-        meet_prepared(meeting([[-2.0, 0.0], [1.0, 1.0]]), MemoryError())
+#: What goes wrong on rank 1, as what all ranks raise, and why.
+FAILURES = [
+    (KeyError("bad"), RuntimeError, "'bad'"),
+    (OSError("Grüße\nfrom line 2"), RuntimeError, "Grüße"),
+    (MemoryError(), NotEnoughMemoryError, "out of memory"),
+    (torch.OutOfMemoryError("of CUDA"), NotEnoughMemoryError, "of CUDA"),
+    (ValueError("x" * 5000), RuntimeError, "x" * 1000),
+]
 
 
-def test_the_others_are_named_and_why_is_told_only_if_it_is_the_same_for_all():
-    assert meet_prepared(meeting([[3.0, 4.0]]), (1.0, 2.0)) == [[1.0, 2.0], [3.0, 4.0]]
-    with pytest.raises(NotEnoughMemoryError, match=r"ranks \[1\] of the group failed before"):
-        meet_prepared(meeting([[-2.0, 0.0], [1.0, 1.0]]), (1.0, 1.0))
-    with pytest.raises(CannotMoveError, match=r"ranks \[1, 2\] of the group failed before"):
-        meet_prepared(meeting([[-2.0, 0.0], [-1.0, 0.0]]), (1.0, 1.0))
-    with pytest.raises(RuntimeError, match=rf"{NOTHING}: ranks \[1\] did not come"):
-        meet_prepared(nobody_comes, (1.0, 1.0))
+@on_ranks(3, [(*failure, moves) for failure in FAILURES for moves in (False, True)])
+def test_all_ranks_name_the_one_that_cannot_prepare_with_its_reason(rank, group, error, kind, why, moves):
+    """Where memory ran out all raise one kind: whoever goes on after that must not do so alone."""
+    meet = meet_over(group, CPU)
+    with pytest.raises(Exception) as caught:
+        meet_prepared(meet, error if rank == 1 else (1.0, 2.0), "dinner", moves=moves)
+    if rank == 1 and isinstance(error, ValueError):
+        assert caught.value is error
+        return
+    assert caught.type is (CannotMoveError if moves and kind is RuntimeError else kind)
+    expected = f"ranks [1] of the group failed while preparing dinner: {why}"
+    assert str(caught.value) == (f"{NOTHING}: {expected}" if moves else expected)
+    assert caught.value.__cause__ is (error if rank == 1 else None)
+
+
+def test_several_that_fail_are_named_each_with_its_reason_and_so_is_who_does_not_come():
+    assert meet_prepared(meeting([[3.0, 4.0]]), (1.0, 2.0), "it") == [[1.0, 2.0], [3.0, 4.0]]
+    rows = [[-2.0, *text_numbers("no memory")], [-1.0, *text_numbers("odd"), 7.0]]
+    for given in ((1.0, 1.0), MemoryError()):
+        with pytest.raises(CannotMoveError, match=r"of the group failed .*rank 1: no memory; rank 2: odd$"):
+            meet_prepared(meeting(rows), given, "it", moves=True)
+    with pytest.raises(RuntimeError, match=rf"^{NOTHING}: ranks \[1\] did not come"):
+        meet_prepared(nobody_comes, (1.0, 1.0), "it", moves=True)
+    with pytest.raises(RuntimeError, match=r"^ranks \[1\] did not come"):
+        meet_prepared(nobody_comes, (1.0, 1.0), "it")
+    with pytest.raises(NotEnoughMemoryError, match=r"^this rank failed while preparing it: out of memory$"):
+        meet_prepared(nobody_comes, MemoryError(), "it")
 
 
 def test_ranks_that_differ_are_grouped_and_replicas_are_named_by_the_job():
     require_same([1.0, 1.0], "something", meeting([]))
-    with pytest.raises(RuntimeError, match=r"the ranks of the group differ in something: \[\[0, 2\], \[1\]\]"):
-        require_same([1.0, 2.0, 1.0], "something", meeting([]))
+    for moves, head in ((False, ""), (True, f"{NOTHING}: ")):
+        with pytest.raises(
+            RuntimeError, match=rf"^{head}the ranks of the group differ in something: \[\[0, 2\], \[1\]\]"
+        ):
+            require_same([1.0, 2.0, 1.0], "something", meeting([]), moves=moves)
     with pytest.raises(RuntimeError, match=r"the ranks of the job differ in something: \[\[4\], \[6\]\]"):
         require_same([1.0, 2.0], "something", MeetReplicas(meeting([]), (4, 6)))
 
 
 def test_who_has_not_received_everything_is_named_and_waits_no_longer_than_it_may():
     assert require_received(None, meeting([[0.0, 7.0]]), 3.0) == [3.0, 7.0]
-    with pytest.raises(RuntimeError, match=r"ranks \[1\] of the group have not received everything"):
-        require_received(None, meeting([[1.0, 0.0]]))
+    with pytest.raises(RuntimeError, match=r"ranks \[1\] of the group have not received everything: torn$"):
+        require_received(None, meeting([[1.0, 0.0, *text_numbers("torn")]]))
     never, heard = torch.futures.Future(), []
     for meet, left in (
         (meeting([[0.0, 0.0]], heard), None),
@@ -96,7 +111,7 @@ def test_who_has_not_received_everything_is_named_and_waits_no_longer_than_it_ma
     ):
         with pytest.raises(RuntimeError, match=f"{NOTHING}: torn"):
             require_received(ValueError("torn"), meet, left=left)
-    assert [failed for failed, _ in heard] == [1.0, 1.0]
+    assert [(failed, text_of(told)) for failed, _, *told in heard] == [(1.0, "torn")] * 2
 
 
 def test_memory_is_allocated_where_it_fits_and_ranks_on_one_device_share_what_is_free(monkeypatch):
@@ -131,7 +146,22 @@ def test_what_else_allocating_raises_is_told_to_the_others():
 
     with pytest.raises(CannotMoveError, match="odd"):
         allocate_together(1, CPU, fail, meeting([], heard))
-    assert heard == [(-1.0,)]
+    assert [failed for failed, *_ in heard] == [-1.0]
+
+
+@pytest.mark.parametrize("runs_out", [False, True])
+def test_the_rank_that_lacks_memory_is_the_one_named_also_where_all_share_a_device(run_ranks, monkeypatch, runs_out):
+    def allocate(rank, group):
+        if rank == 1 and not runs_out:
+            monkeypatch.setattr(agreement, "free_bytes", lambda device: 400_000)
+        with pytest.raises(NotEnoughMemoryError) as caught:
+            size = 2**50 if rank == 1 else 1
+            allocate_together(10**6, CPU, lambda: torch.empty(size) and None, meet_over(group, CPU))
+        return str(caught.value)
+
+    for text in run_ranks(allocate, 3):
+        expected = r"ranks \[1\] .* new tensors: .*can't allocate" if runs_out else r"rank 1 lacks 0\.6 MB, of 1\.0 MB"
+        assert re.search(expected, text) and not re.search(r"rank 0|rank 2|ranks \[0|2\]", text), text
 
 
 def test_memory_is_known_on_a_cpu_with_meminfo_and_what_a_step_takes_again_on_a_gpu(monkeypatch, tmp_path):

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroresize.utils.torch_private import backend_of, backends_of, timeout_of
+from zeroresize.utils.torch_state import is_out_of_memory
 
 _T = TypeVar("_T")
 
@@ -165,9 +166,9 @@ def _named_if_it_fails(
     """``call()``, with an error that names what failed, which communication libraries do not."""
     try:
         return call()
-    except torch.cuda.OutOfMemoryError:  # no other rank is to blame
-        raise
     except RuntimeError as error:
+        if is_out_of_memory(error):  # no other rank is to blame
+            raise
         ranks = group_ranks(process_group)
         peers = [rank for rank in range(len(ranks)) if rank != group_rank(process_group)] if peer is None else [peer]
         in_layer = f", in layer {layer}" if layer is not None else ""

@@ -134,6 +134,14 @@ class Rendezvous:
             )
         self.store.wait(keys, left)
 
+    def part(self) -> None:
+        """Meet for the last time; the job's first rank, which may keep the store, goes when the others have read."""
+        self.exchange("closed")
+        with suppress(Exception):  # all have come: who is gone now needs nothing any more
+            self.leave("parted", "")
+            if self.ranks[self.rank] == min(self.ranks):
+                within(self.time_limit + _GRACE, lambda: self.store.wait(self._keys("parted"), self.time_limit))
+
     def leave(self, where: str, text: str) -> None:
         """Leave a text at ``where`` for the others; an error if the store does not answer."""
         within(_GRACE, lambda: self.store.set(f"{where}/{self.rank}", text))

@@ -20,7 +20,9 @@ from datetime import timedelta
 from typing import ClassVar, NamedTuple, TypeVar
 
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
+from zeroresize.comm.collectives import explain
 from zeroresize.comm.rendezvous import STORE_IS_GONE, Rendezvous, warning_after_s
 from zeroresize.utils.torch_state import is_out_of_memory, reason
 
@@ -161,7 +163,7 @@ class Words:
 
     Args:
         rendezvous: the rendezvous of the ranks, whose store they share.
-        where: this rank's whereabouts, kept up to date by the balancer.
+        where: this rank's whereabouts, kept up to date by the balancer, or words that tell them.
 
     Attributes:
         look_s: seconds after which a wait is long, and between two looks of the thread.
@@ -172,7 +174,7 @@ class Words:
 
     _met: ClassVar[list[str]] = []
 
-    def __init__(self, rendezvous: Rendezvous, where: Whereabouts) -> None:
+    def __init__(self, rendezvous: Rendezvous, where: object) -> None:
         self._rendezvous, self._where = rendezvous, where
         self._after_s = warning_after_s(rendezvous.time_limit)
         self.look_s = _LONG * self._after_s
@@ -326,6 +328,19 @@ class Words:
         except Exception as error:
             self._silence = reason(error) if is_out_of_memory(error) else STORE_IS_GONE
             return otherwise
+
+
+_of_pipelines: weakref.WeakKeyDictionary[ProcessGroup, Words] = weakref.WeakKeyDictionary()
+
+
+def begin_pipeline(process_group: ProcessGroup) -> None:
+    """Let errors of a pipeline's messages tell what each stage was doing; to be called before every step."""
+    if process_group not in _of_pipelines:  # the number of the group is the same on all of its ranks
+        rendezvous = Rendezvous(process_group, f"run a pipeline over {process_group.group_name}", number=0)
+        _of_pipelines[process_group] = words = Words(rendezvous, "a step of a pipeline")
+        words.close()  # its thread, as no wait is warned of
+        explain(process_group, words)
+    _of_pipelines[process_group].withdraw()
 
 
 def _attend(weak: weakref.ref[Words], ended: threading.Event, look_s: float) -> None:

@@ -18,7 +18,9 @@ from zeroresize.layers.unit_dropout import UnitDropout
 from zeroresize.measure.rank_monitor import MonitorState
 from zeroresize.plan.ownership import OwnershipMap
 from zeroresize.policy.tensor.columns.selector import SelectorState
+from zeroresize.resharding.agreement import text_numbers, text_of
 from zeroresize.utils import codec
+from zeroresize.utils.torch_state import reason
 
 #: Of every segment, by name, the units that a rank owns, ascending.
 _Units = Mapping[str, Sequence[int]]
@@ -71,15 +73,16 @@ def loaded_state(parts: Parts, state_dict: Any, *, is_collective: bool) -> Balan
         state = _loaded(parts, state_dict)
     except ValueError as error:
         problem = error
-    problems = everybody.meet(float(problem is not None)) if is_collective and everybody is not None else ()
+    told = text_numbers("" if problem is None else reason(problem))
+    problems = list(map(text_of, everybody.meet(*told))) if is_collective and everybody is not None else []
     if problem is not None:
         raise problem
-    if everybody is not None and (unable := [rank for rank, (has_problem, *_) in enumerate(problems) if has_problem]):
+    if everybody is not None and (unable := [rank for rank, text in enumerate(problems) if text]):
         has_replicas = len(everybody.ranks) > parts.setup.num_ranks
         named = [everybody.ranks[rank] for rank in unable] if has_replicas else unable
         raise ValueError(
-            f"ranks {named} of the {'job' if has_replicas else 'group'} cannot load their balancer's state (their "
-            "errors say why): no rank has loaded anything"
+            f"ranks {named} of the {'job' if has_replicas else 'group'} cannot load their balancer's state, so no rank "
+            f"has loaded anything: {problems[unable[0]]}"
         )
     return state
 

@@ -23,7 +23,7 @@ from zeroresize.migration.lender import Lender
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.tensor.columns.selector import ColumnSelector
 from zeroresize.policy.tensor.costs import MigrationCost
-from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryError
+from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryError, gather_reasons
 from zeroresize.resharding.units.owned_units import Move
 
 
@@ -217,7 +217,7 @@ class Mover:
             why = str(error) or type(error).__name__
         rows = everybody.gather([measured.seconds_per_byte, measured.fixed_s, num_bytes])
         if any(math.isnan(row[-1]) for row in rows):
-            units.why_not_movable = units.gather_reasons(why)
+            units.why_not_movable = gather_reasons(why, units.meet)
             text = f"no units change hands between the ranks, and training goes on: {units.why_not_movable}"
             self._reporter.warn(num_steps, text)
             self._decider.hold_owned(units.shares)

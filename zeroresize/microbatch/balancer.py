@@ -128,5 +128,6 @@ class MicroBatchBalancer(StragglerBalancing[IterationPlan]):
         """[A] the mean of the next iteration's samples; collective, as all hear where a rank cannot tell."""
         planner, model = self._planners.planner, self._trainer.model
         meet = meet_over(model.process_group, model.device)
-        lengths, _ = agreed(meet, lambda: whole_lengths(planner.lengths_of(self._trainer.num_steps)).mean(axis=0))
+        iteration, what = self._trainer.num_steps, "the next iteration's lengths"
+        lengths, _ = agreed(meet, lambda: whole_lengths(planner.lengths_of(iteration)).mean(axis=0), what=what)
         return tuple(lengths.round().astype(int).tolist())

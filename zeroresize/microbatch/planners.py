@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
@@ -149,7 +150,7 @@ class RunPlanners:
             return text, self._checked(text, iteration, batch)
 
         what = f"the plan of iteration {iteration}"
-        (_, plan), table = agreed(self._meet, planned, lambda made: (fingerprint(made[0]), 0.0), what)
+        (_, plan), table = agreed(self._meet, planned, lambda made: (fingerprint(made[0]), 0.0), what=what)
         require_same([row[0] for row in table], what, self._meet)
         return plan
 
@@ -165,7 +166,9 @@ class RunPlanners:
             RuntimeError: if that is so on another rank, or one does not come; on all ranks that live.
         """
         planners, series = self._planners, self._store.new_series()
-        agreed(self._meet, lambda: None if planners is None else planners.restart(planner, series, first))
+
+        restart = partial(planners.restart, planner, series, first) if planners else lambda: None
+        agreed(self._meet, restart, what="the planners of a run")
         self.planner, self._progress, self._series = planner, first, series
 
     def seconds(self) -> dict[int, float]:

@@ -145,7 +145,7 @@ class SharedStore:
         """
         try:
             if self._rendezvous is not None:
-                self._rendezvous.exchange("closed")
+                self._rendezvous.part()
         finally:
             self._store = None
 

@@ -17,12 +17,13 @@ from torch import Tensor
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.microbatches.cuts import of_equal_tokens, ordered
 from zeroresize.policy.microbatches.plan import Indices, IterationPlan, MicroBatch, batch_fingerprint, whole_lengths
-from zeroresize.resharding.agreement import agreed, meet_prepared
+from zeroresize.resharding.agreement import ARGUMENTS, agreed, meet_prepared
 from zeroresize.runtime.activations import Batch, BatchOf
 from zeroresize.runtime.counted_loss import Count, Loss, total_count
 from zeroresize.runtime.stage import seed_of
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.step_trainer import TRAINER_LIMITS, StepTrainer, require_ready_to_train, tell_model
+from zeroresize.strategy.switching.switcher import by_one_thread
 from zeroresize.utils.checked import checked
 from zeroresize.utils.hashing import fingerprint
 from zeroresize.utils.texts import alike, named_ranks
@@ -138,6 +139,7 @@ class MicroBatchTrainer(StepTrainer):
         self.plans, self._batch_from, self._num_compared = plans, batch_from, 0
         self._lengths_of = lengths_of or getattr(getattr(batch_from, "__self__", None), "lengths_of", None)
 
+    @by_one_thread
     def step(self, samples: Sequence[Any], lengths_NA: Indices) -> IterationReport:
         """Make one optimizer step; collective.
 
@@ -169,7 +171,7 @@ class MicroBatchTrainer(StepTrainer):
         try:
             batch = batch_fingerprint(lengths_NA)
         except ValueError as error:
-            meet_prepared(self._meet, error)
+            meet_prepared(self._meet, error, ARGUMENTS)
             raise
         plan = self.plans.plan(self.num_steps, batch)
         self._require_divided_alike(plan)
@@ -260,7 +262,7 @@ class MicroBatchTrainer(StepTrainer):
             sizes = [float(np.asarray(lengths_NA)[list(each.samples), -1].sum()) for each in microbatches]
             return batches, [self._count([(self.model.current, batches, sizes)]), fingerprint(tokens)]
 
-        (batches, _), table = agreed(self._meet, made, lambda made: made[1], "micro-batches")
+        (batches, _), table = agreed(self._meet, made, lambda made: made[1], what="micro-batches")
         self._num_compared += 1
         self._require_alike([row[1] for row in table])
         self._loss.begin(total_count(row[0] for row in table))

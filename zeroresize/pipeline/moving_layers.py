@@ -127,7 +127,8 @@ def moving_during_backward(
         outcome.report = LayerMoveReport(num_layers=0, **move.figures(begin) | {"seconds": 0.0})
         return
     try:  # on all ranks or on none
-        agreed(pipeline.meet(), move.connect, what=f"an early move of layers to boundaries {list(move.boundaries)}")
+        what = f"an early move of layers to boundaries {list(move.boundaries)}"
+        agreed(pipeline.meet(), move.connect, what=what, moves=True)
     except Exception:
         move.drop()
         raise

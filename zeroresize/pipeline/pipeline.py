@@ -133,7 +133,7 @@ class Pipeline:
             return whole, fingerprint(str([self.boundaries, self.description]))
 
         meet = self.meet()
-        (whole, _), table = agreed(meet, checked, lambda made: (made[1], 0.0))
+        (whole, _), table = agreed(meet, checked, lambda made: (made[1], 0.0), what="a pipeline")
         require_same([row[0] for row in table], "layers, boundaries, micro-batches or schedule", meet)
         self.module = StageLayers(whole, self._present())
         self._steps = StageSteps(schedule, self.module, self.device, self.loss)
@@ -353,12 +353,12 @@ class Pipeline:
                 return 0.0, 0.0, 0.0
             if not sizes:
                 raise ValueError("target=None: the last stage needs the targets")
-            _, rows = agreed(self._meet_replicas, counted, lambda row: row, "a step")
+            _, rows = agreed(self._meet_replicas, counted, lambda row: row, what="a step")
             self.loss.begin(total_count(count for count, _ in rows) / len(rows))
             return 0.0, self.loss.can_be_empty, any(is_unforeseen for _, is_unforeseen in rows)
 
         if self._meets_before:
-            _, table = agreed(meet_over(self.process_group, self.device), gathered, lambda row: row, "a step")
+            _, table = agreed(meet_over(self.process_group, self.device), gathered, lambda row: row, what="a step")
             self._meets_before, self._meets_after = map(bool, table[-1][1:])
         else:
             gathered()
@@ -376,7 +376,7 @@ class Pipeline:
             is_unforeseen = any(number for _, number in rows)  # alike on all replicas, which meet again or not
             return self.loss.total / total if is_unforeseen else 1.0, is_unforeseen
 
-        _, table = agreed(meet_over(self.process_group, self.device), gathered, lambda row: row, "a step")
+        _, table = agreed(meet_over(self.process_group, self.device), gathered, lambda row: row, what="a step")
         factor, meets_after = table[-1]
         self._meets_after = bool(meets_after)
         self.loss.warn()

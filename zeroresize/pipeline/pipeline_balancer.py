@@ -39,7 +39,14 @@ from zeroresize.policy.pipeline.rebalancing import (
     described,
 )
 from zeroresize.policy.pipeline.repacking_decision import RepackingDecision
-from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryError, agreed, meet_prepared, require_same
+from zeroresize.resharding.agreement import (
+    ARGUMENTS,
+    CannotMoveError,
+    NotEnoughMemoryError,
+    agreed,
+    meet_prepared,
+    require_same,
+)
 from zeroresize.resharding.parameter_state import groups_of, require_movable_state
 from zeroresize.telemetry import ChangeRecord
 from zeroresize.utils.checked import checked, integer, real
@@ -65,7 +72,7 @@ class _State:
 
 
 @checked(
-    tell=lambda given, error: meet_prepared(given["pipeline"].meet(), error),
+    tell=lambda given, error: meet_prepared(given["pipeline"].meet(), error, ARGUMENTS),
     profile_every=integer(1),
     max_measuring=real(above=0.0, or_infinite=True),
     memory_limits=real(above=0.0, or_infinite=True),
@@ -205,7 +212,7 @@ class PipelineBalancer(Pausable):
             return fingerprint(f"{options} {replicas is None} {units is None} {repack} {made[-1]}"), 0.0
 
         meet = pipeline.meet()
-        (counter, rule, _), table = agreed(meet, checked, numbers_of)
+        (counter, rule, _), table = agreed(meet, checked, numbers_of, what="a PipelineBalancer")
         require_same([row[0] for row in table], _OPTIONS, meet)
         self._replicas: PipelineReplicas | None = None
         if replicas_group is not None:

@@ -250,7 +250,8 @@ def _move_and_follow(
 def _make_remaining_group(pipeline: Pipeline, stages: Sequence[int], begin: float) -> tuple[ProcessGroup | None, float]:
     """Make the group of the stages that stay, on all ranks or on none; and the slowest rank's seconds; collective."""
     meet, group = pipeline.meet(), None
-    free = [free_number for free_number, *_ in meet_prepared(meet, (float(free_group_number()), 0.0))]
+    what = "the group of the stages that stay"
+    free = [number for number, *_ in meet_prepared(meet, (float(free_group_number()), 0.0), what, moves=True)]
     row: tuple[float, float] | Exception
     try:
         if pipeline.stage in stages:
@@ -259,7 +260,7 @@ def _make_remaining_group(pipeline: Pipeline, stages: Sequence[int], begin: floa
     except Exception as error:  # the others must hear of any
         row = error
     try:
-        return group, max(seconds for seconds, *_ in meet_prepared(meet, row))
+        return group, max(seconds for seconds, *_ in meet_prepared(meet, row, what, moves=True))
     except Exception:
         if group is not None:
             destroy_side_group(group)

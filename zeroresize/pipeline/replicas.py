@@ -126,7 +126,7 @@ def leave_layers(units: StageUnits, boundaries: Sequence[int], meet: Meet) -> No
         Exception: what else letting go raises on this rank; the others then raise a CannotMoveError.
     """
     try:
-        agreed(meet, lambda: units.leave(boundaries))
+        agreed(meet, lambda: units.leave(boundaries), what="units of layers that move", moves=True)
     except (CannotMoveError, NotEnoughMemoryError) as error:
         cause = error.__cause__
         if cause is not None and not isinstance(cause, CannotMoveError | NotEnoughMemoryError):

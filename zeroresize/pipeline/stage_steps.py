@@ -179,7 +179,7 @@ class StageSteps:
             self._meet,
             made,
             lambda made: (fingerprint(made[2]), len(made[2]), len(made[1]), self._state(trains)),
-            "a step",
+            what="a step",
         )
         (step, length, _, _), num_targets = table[0], int(table[-1][2])
         states = [state for *_, state in table]

@@ -29,7 +29,7 @@ from zeroresize.comm.collectives import (
 from zeroresize.comm.exchange import Meet, meet_by
 from zeroresize.utils.deadline import within
 from zeroresize.utils.hashing import fingerprint
-from zeroresize.utils.texts import alike, at_fault
+from zeroresize.utils.texts import alike, at_fault, by_rank
 from zeroresize.utils.torch_state import is_out_of_memory, reason
 
 _T = TypeVar("_T")
@@ -42,8 +42,12 @@ _MET_ASIDE = 1
 #: How long a rank that has failed waits at least for the others to hear of it.
 _LEAST_WAIT = timedelta(seconds=1)
 _NOTHING_CHANGED = "nothing has moved or changed"
-#: What a rank meets with that has failed before, and where its memory ran out.
+#: What a rank meets with that has failed before, and where its memory ran out; behind it, why.
 _FAILED, _RAN_OUT = -1.0, -2.0
+#: What a rank could not prepare that was given what is not allowed.
+ARGUMENTS = "its arguments"
+#: Bytes at most of what a rank tells the others of its error.
+_MOST_TOLD = 1000
 
 
 class CannotMoveError(RuntimeError):
@@ -51,7 +55,7 @@ class CannotMoveError(RuntimeError):
 
 
 class NotEnoughMemoryError(RuntimeError):
-    """Tells that a move does not fit into the memory of some ranks; nothing has changed on any rank."""
+    """Tells that something does not fit into the memory of some ranks; nothing has changed on any rank."""
 
 
 @dataclass(frozen=True)
@@ -118,36 +122,41 @@ def wait_for_all(transfers: Mapping[int, Sequence[Waitable]]) -> dict[int, Runti
 
 
 def meet_prepared(
-    meet: Meet, numbers: Sequence[float] | Exception, what: str = "what moves"
+    meet: Meet, numbers: Sequence[float] | Exception, what: str, *, moves: bool = False
 ) -> Sequence[Sequence[float]]:
-    """Return the numbers of every rank, or let all know that this one cannot give any; collective.
+    """Return the numbers of every rank, or let all know why this one cannot give any; collective.
 
     Args:
         numbers: of this rank, the first of them not negative; or what kept it from giving any.
-        what: is prepared, for errors where memory runs out.
+        what: is prepared, for errors.
+        moves: whether that is something that moves, which errors then say has not.
 
     Raises:
         ValueError: what is given, if it is one.
-        NotEnoughMemoryError: on every rank, if all that failed is that memory ran out on some.
-        CannotMoveError: for any other that is given, and on the other ranks, naming those that gave one.
-        RuntimeError: if a rank does not come.
+        NotEnoughMemoryError: on every rank, if all that failed is that memory ran out on some, naming them.
+        RuntimeError: for any other that is given, on every rank, naming those that gave one, and why; a
+            :class:`CannotMoveError` of what moves. And if a rank does not come.
     """
+    error = numbers if isinstance(numbers, Exception) else None
     if isinstance(numbers, Exception):
-        ran_out = is_out_of_memory(numbers)
-        table: Sequence[Sequence[float]] = ()
-        with suppress(RuntimeError):  # this rank's error says more
-            table = meet(_RAN_OUT if ran_out else _FAILED)
-        if isinstance(numbers, ValueError):
-            raise numbers
-        # All ranks raise the same kind: some may go on after one of them.
-        if ran_out and not any(number == _FAILED for number, *_ in table):
-            raise NotEnoughMemoryError(f"{_NOTHING_CHANGED}, preparing {what}: {reason(numbers)}") from numbers
-        raise CannotMoveError(f"{_NOTHING_CHANGED}: {reason(numbers)}") from numbers
-    table = meet_unchanged(meet, *numbers)
-    failed = [rank for rank, (number, *_) in enumerate(table) if number < 0.0]
+        numbers = [_RAN_OUT if is_out_of_memory(numbers) else _FAILED, *text_numbers(reason(numbers))]
+    try:
+        table = meet(*numbers)
+    except RuntimeError as gone:
+        if error is None:
+            raise RuntimeError(f"{_head(moves)}{gone}") from gone
+        table = [numbers]  # this rank's error says more
+    failed = [row for row, (number, *_) in enumerate(table) if number < 0.0]
+    if isinstance(error, ValueError):
+        raise error
     if failed:
-        kind = NotEnoughMemoryError if all(table[rank][0] == _RAN_OUT for rank in failed) else CannotMoveError
-        raise kind(f"{_NOTHING_CHANGED}: {_named(failed, meet)} failed before; their errors tell why")
+        # All ranks raise the same kind: some may go on after one of them.
+        kind = CannotMoveError if moves else RuntimeError
+        kind = NotEnoughMemoryError if all(table[row][0] == _RAN_OUT for row in failed) else kind
+        who = f"{_named(failed, meet)} failed" if len(table) > 1 else "this rank failed"
+        whys = [text_of(table[row][1:]) for row in failed]
+        why = whys[0] if len(set(whys)) == 1 else by_rank(whys, [_number(row, meet) for row in failed])
+        raise kind(f"{_head(moves)}{who} while preparing {what}: {why}") from error
     return table
 
 
@@ -155,13 +164,15 @@ def agreed(
     meet: Meet,
     make: Callable[[], _T],
     numbers_of: Callable[[_T], Sequence[float]] = lambda _: (0.0, 0.0),
-    what: str = "what moves",
+    *,
+    what: str,
+    moves: bool = False,
 ) -> tuple[_T, Sequence[Sequence[float]]]:
     """Return what ``make`` makes here and numbers of every rank, or let all know where it fails on one; collective.
 
     Args:
         numbers_of: what was made: numbers that all ranks are told, the first of them not negative.
-        what: is made, for errors where memory runs out.
+        what, moves: as of :func:`meet_prepared`.
     """
     made: Any = None
     numbers: Sequence[float] | Exception
@@ -170,30 +181,40 @@ def agreed(
         numbers = numbers_of(made)
     except Exception as error:  # the others must hear of any
         numbers = error
-    return made, meet_prepared(meet, numbers, what)
+    return made, meet_prepared(meet, numbers, what, moves=moves)
 
 
 def let_others_know(process_group: Any, device: torch.device | str | None, error: Exception) -> None:
     """Let ranks that begin by agreeing in a group fail at once, where this one was given what is not allowed."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    meet_prepared(meet_over(require_group(process_group), torch.device(device)), error)
+    meet_prepared(meet_over(require_group(process_group), torch.device(device)), error, ARGUMENTS)
 
 
-def require_same(numbers: Sequence[float], what: str, meet: Meet) -> None:
+def require_same(numbers: Sequence[float], what: str, meet: Meet, *, moves: bool = False) -> None:
     """Raise RuntimeError unless all ranks gave the same number, naming the ranks that agree with each other."""
     if len(set(numbers)) > 1:
         groups = alike(numbers, [_number(row, meet) for row in range(len(numbers))])
-        raise RuntimeError(
-            f"{_NOTHING_CHANGED}: the ranks of the {_whose(meet)} differ in {what}: {groups}{at_fault(groups)}"
-        )
+        who = f"{_head(moves)}the ranks of the {_whose(meet)}"
+        raise RuntimeError(f"{who} differ in {what}: {groups}{at_fault(groups)}")
 
 
-def meet_unchanged(meet: Meet, *numbers: float) -> Sequence[Sequence[float]]:
-    """Return what ``meet`` returns; its error then says that nothing has moved yet; collective."""
-    try:
-        return meet(*numbers)
-    except RuntimeError as error:
-        raise RuntimeError(f"{_NOTHING_CHANGED}: {error}") from error
+def gather_reasons(reason: str | None, meet: Meet) -> str | None:
+    """Return why ranks cannot do something: this one's reason, or the first of the others, if any; collective."""
+    texts = map(text_of, meet(*text_numbers(reason or "")))
+    others = (f"{text} (rank {_number(row, meet)} of the {_whose(meet)})" for row, text in enumerate(texts) if text)
+    return reason or next(others, None)
+
+
+def text_numbers(text: str) -> list[float]:
+    """Return the first line of a text as numbers that ranks may meet with, at most a thousand; for :func:`text_of`."""
+    data = text.strip().partition("\n")[0].encode()[:_MOST_TOLD]
+    return [float(len(data)), *map(float, data)]
+
+
+def text_of(numbers: Sequence[float]) -> str:
+    """Return the text that a rank has given as :func:`text_numbers`, whatever follows; empty if it gave none."""
+    size, *data = map(int, numbers or [0.0])
+    return bytes(data[:size]).decode(errors="ignore")
 
 
 def require_received(
@@ -206,11 +227,12 @@ def require_received(
         left: how long to wait for the others where this rank has failed, at least a second; None for the group's time
             limit. It may have waited for as long already, for a rank that will not come to this either.
     """
+    told = [0.0, number] if error is None else [1.0, number, *text_numbers(reason(error))]
     try:
         if error is None or left is None:
-            table = meet(0.0 if error is None else 1.0, number)
+            table = meet(*told)
         else:
-            table = within(max(left, _LEAST_WAIT), lambda: meet(1.0, number))
+            table = within(max(left, _LEAST_WAIT), lambda: meet(*told))
     except TimeoutError:
         raise RuntimeError(f"{_NOTHING_CHANGED}: {reason(error) if error else 'no answer'}") from error
     except RuntimeError as gone:
@@ -218,7 +240,8 @@ def require_received(
     if error is not None:
         raise RuntimeError(f"{_NOTHING_CHANGED}: {reason(error)}") from error
     if failed := [rank for rank, (has_failed, *_) in enumerate(table) if has_failed]:
-        raise RuntimeError(f"{_NOTHING_CHANGED}: {_named(failed, meet)} have not received everything")
+        why = text_of(table[failed[0]][2:])
+        raise RuntimeError(f"{_NOTHING_CHANGED}: {_named(failed, meet)} have not received everything: {why}")
     return [number for _, number, *_ in table]
 
 
@@ -242,38 +265,35 @@ def allocate_together(
             ranks are to raise.
 
     Raises:
-        NotEnoughMemoryError: on every rank, naming those that lack memory, and how much; also where ``allocate`` runs
-            out of memory all the same, as if nothing were free there.
+        NotEnoughMemoryError: on every rank, naming those that lack memory, and how much; or those where ``allocate``
+            runs out of memory all the same, and why.
         Exception: what else ``allocate`` raises; the other ranks then raise a RuntimeError.
     """
     free = free_bytes(device)
     free_here = math.inf if free is None else float(max(free, 0))
     place_here = fingerprint(_place_of(device))
     numbers: Sequence[float] | Exception = [float(needed), free_here, place_here]
-    ran_out: Exception | None = None
     if needed <= free_here:
         try:
             allocate()
         except Exception as error:  # the others must hear of any
             numbers = error
-            if is_out_of_memory(error):
-                ran_out, numbers = error, [float(max(needed, 1)), 0.0, place_here]
-    table = meet_prepared(meet, numbers)
+    table = meet_prepared(meet, numbers, what, moves=True)
     if check is not None:
         check(table)
     all_needed, frees, places = zip(*(row[:3] for row in table), strict=True)
-    lacks = []
-    for rank, needed_there in enumerate(all_needed):
-        sharing = [other for other, place in enumerate(places) if place == places[rank]]
-        lack = sum(all_needed[other] for other in sharing) - min(frees[other] for other in sharing)
-        if needed_there and lack > 0.0:
-            needs = f"of {needed_there / 1e6:.1f} MB that it needs"
-            lacks.append(f"rank {_number(rank, meet)} lacks {lack / 1e6:.1f} MB, {needs}")
+    rows = range(len(table))
+    lacks = {row: all_needed[row] - frees[row] for row in rows if all_needed[row] > frees[row]}
+    if not lacks:  # each has enough by itself
+        for row in rows:
+            sharing = [other for other in rows if places[other] == places[row]]
+            lack = sum(all_needed[other] for other in sharing) - min(frees[other] for other in sharing)
+            if all_needed[row] and lack > 0.0:
+                lacks[row] = lack
     if lacks:
-        why = "" if ran_out is None else f": {reason(ran_out)}"
-        raise NotEnoughMemoryError(
-            f"{_NOTHING_CHANGED}, as there is not enough memory for {what}: {'; '.join(lacks)}{why}"
-        ) from ran_out
+        sizes = ((_number(row, meet), lack / 1e6, all_needed[row] / 1e6) for row, lack in lacks.items())
+        text = "; ".join(f"rank {n} lacks {lack:.1f} MB, of {needs:.1f} MB that it needs" for n, lack, needs in sizes)
+        raise NotEnoughMemoryError(f"{_NOTHING_CHANGED}, as there is not enough memory for {what}: {text}")
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -302,6 +322,10 @@ def bytes_up_to_peak(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     return torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+
+
+def _head(moves: bool) -> str:
+    return f"{_NOTHING_CHANGED}: " if moves else ""
 
 
 def _named(rows: Sequence[int], meet: Meet) -> str:

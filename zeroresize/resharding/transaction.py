@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -250,18 +251,19 @@ def run_transaction(
 def prepare_transaction(make: Callable[[], TransactionT], participants: Participants) -> TransactionT:
     """Make a move on which all ranks have agreed, with the memory that it takes; collective."""
     meet = participants.meet
+    agree = partial(agreed, meet, moves=True)
 
     def make_and_describe() -> tuple[TransactionT, str]:
         transaction = make()
         return transaction, transaction.describe()
 
-    (transaction, description), table = agreed(
-        meet, make_and_describe, lambda made: (made[0].plan, float(len(made[1].encode())))
+    (transaction, description), table = agree(
+        make_and_describe, lambda made: (made[0].plan, float(len(made[1].encode()))), what="what moves"
     )
     plans, sizes = zip(*(row[:2] for row in table), strict=True)
-    require_same(plans, transaction.plan_name, meet)
+    require_same(plans, transaction.plan_name, meet, moves=True)
     texts = gather_texts(description, meet, participants.process_group, participants.message_device, sizes)
-    agreed(meet, lambda: transaction.agree(texts), lambda _: (0.0, 0.0), transaction.title)
+    agree(lambda: transaction.agree(texts), what=transaction.title)
     allocate = transaction.allocate, meet, transaction.memory_name
     allocate_together(transaction.needed_bytes, participants.device, *allocate)
     return transaction
@@ -273,14 +275,14 @@ def prepare_in_one_meeting(make: Callable[[], TransactionT], participants: Parti
         transaction = make()
         transaction.agree(())
     except Exception as error:  # the others must hear of any, when they meet about memory
-        meet_prepared(participants.meet, error)
+        meet_prepared(participants.meet, error, "what moves", moves=True)
         raise
 
     def meet_with_plan(*numbers: float) -> Sequence[Sequence[float]]:
         return participants.meet(*numbers, transaction.plan)
 
     def require_same_plans(table: Sequence[Sequence[float]]) -> None:
-        require_same([plan for *_, plan in table], transaction.plan_name, participants.meet)
+        require_same([plan for *_, plan in table], transaction.plan_name, participants.meet, moves=True)
 
     needed, device = transaction.needed_bytes, participants.device
     allocate_together(needed, device, transaction.allocate, meet_with_plan, check=require_same_plans)

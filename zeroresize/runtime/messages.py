@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import Waitable, group_rank, group_size, message_device, start_messages
+from zeroresize.comm.words import begin_pipeline
 from zeroresize.runtime.activations import Boundary, boundary_of, from_text, to_text
 from zeroresize.runtime.instructions import Instruction, Kind
+from zeroresize.utils.torch_state import is_out_of_memory
 
 #: Of a header: enough for a hundred tensors.
 _HEADER_BYTES = 8192
@@ -39,6 +41,7 @@ class StageMessages(Generic[Key]):
         before: dict[Key, Boundary],
         behind: dict[Key, Boundary],
     ) -> None:
+        begin_pipeline(process_group)
         self._process_group, self._device, self._keys = process_group, device, keys
         self._stage = group_rank(process_group)
         self.has_before, self.has_behind = self._stage > 0, self._stage + 1 < group_size(process_group)
@@ -149,9 +152,9 @@ def _named(instruction: Instruction, peer: int) -> Iterator[None]:
     """Errors tell which message failed, and with which stage."""
     try:
         yield
-    except torch.cuda.OutOfMemoryError:  # no other stage is to blame
-        raise
     except RuntimeError as error:
+        if is_out_of_memory(error):  # no other stage is to blame
+            raise
         what = "activation" if instruction.kind in _OF_ACTIVATIONS else "gradient"
         raise RuntimeError(
             f"{instruction} failed, the {what} of micro-batch {instruction.microbatch} with stage {peer}: {error}"

@@ -31,7 +31,7 @@ from zeroresize.strategy.placement.whole_layers import Initialize, SegmentsOf, W
 from zeroresize.strategy.switching.optimizer_move import OptimizerMove
 from zeroresize.strategy.switching.placements import Placements, make_alike
 from zeroresize.strategy.switching.switch import SwitchReport, TravelTypes
-from zeroresize.strategy.switching.switcher import Switcher
+from zeroresize.strategy.switching.switcher import OneThread, Switcher, by_one_thread
 from zeroresize.utils.checked import checked, integer
 
 
@@ -85,6 +85,7 @@ class SwitchableModel:
         optimizer_strategy, current: the strategy of the optimizer, and the one in force.
         tensors: [P], of the undivided model.
         rank: of this process within the group.
+        one_thread: entered by who makes collective calls: a RuntimeError where another thread of this rank does.
         failure: what ended a step under way, told by who runs it; None if nothing did, and after :meth:`abandon`.
 
     Raises:
@@ -116,6 +117,7 @@ class SwitchableModel:
         self.device = first if device is None else torch.device(device)
         meet = meet_over(self.process_group, self.device)
         self._job = Participants(self.process_group, self.device, meet)
+        self.one_thread = OneThread(meet)
         self._max_bytes, types = max_bytes, TravelTypes(compute_dtype, gradient_dtype)
         num_ranks = group_size(self.process_group)
 
@@ -241,6 +243,7 @@ class SwitchableModel:
         """Return the parameters of :meth:`named_parameters`."""
         return (parameter for _, parameter in self.named_parameters())
 
+    @by_one_thread
     def switch_to(self, strategy: Strategy, *, gradients: bool = True, in_background: bool = False) -> SwitchReport:
         """Go on under another strategy, within an optimizer's step (HotSPa, Algorithm 1 plans who sends what).
 
@@ -286,6 +289,7 @@ class SwitchableModel:
         if self._placements[self.current] is self._optimizer_placement:
             self._let_go_of_casts()
 
+    @by_one_thread
     def prefetch(self, strategy: Strategy) -> bool:
         """Let the weights travel to a strategy from now on, beside what is trained until :meth:`switch_to` it.
 
@@ -307,6 +311,7 @@ class SwitchableModel:
             self._optimizer_placement.cast()
         return self._switcher.prefetch(self._placements[self.current], strategy, self._optimizer_placement)
 
+    @by_one_thread
     def collect(self) -> SwitchReport:
         """End a step: weights and gradients go to the optimizer's strategy, and gradients are summed over its replicas.
 
@@ -321,6 +326,7 @@ class SwitchableModel:
         self._optimizer_placement.sum_gradients()
         return replace(report, seconds=time.perf_counter() - begin)
 
+    @by_one_thread
     def abandon(self) -> SwitchReport:
         """Give up the step under way: its gradients are dropped, and the weights go to the optimizer's strategy.
 
@@ -341,6 +347,7 @@ class SwitchableModel:
         for placement in set(self._placements.values()):
             placement.drop_gradients()
 
+    @by_one_thread
     def move_optimizer(self, strategy: Strategy, optimizer: object | None) -> SwitchReport:
         """Make another strategy the optimizer's, between two steps, with all that the optimizer keeps.
 

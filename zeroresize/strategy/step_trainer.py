@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,9 +63,10 @@ class StepTrainer:
     ) -> None:
         self.model, self.optimizer, self.num_steps = model, optimizer, 0
         self._loss, self._grad_clip, self._seed = CountedLoss(loss, count, averages=False), grad_clip, seed
-        self._meet = meet_over(model.process_group, model.device)
+        self._meet, self.one_thread = meet_over(model.process_group, model.device), model.one_thread
         parameters = dict(model.named_parameters())
-        agreed(self._meet, lambda: require_divisible(optimizer, model.optimizer_strategy, parameters, model.tensors))
+        checked = partial(require_divisible, optimizer, model.optimizer_strategy, parameters, model.tensors)
+        agreed(self._meet, checked, what="a trainer")
         self._activations = find_activations(model.whole_layers, hollow, sizes)
 
     def _require_no_failure(self) -> None:

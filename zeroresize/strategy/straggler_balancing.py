@@ -289,4 +289,4 @@ def _require_any_division(model: SwitchableModel, optimizer: torch.optim.Optimiz
                 f"where ranks are slow, another strategy of the optimizer may divide what it steps, but {reason}"
             )
 
-    agreed(meet_over(model.process_group, model.device), require)
+    agreed(meet_over(model.process_group, model.device), require, what="a balancer of strategies")

@@ -23,6 +23,7 @@ from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed, digest_of, require_sequences
 from zeroresize.strategy.step_trainer import TRAINER_LIMITS, StepTrainer, require_ready_to_train, tell_model
 from zeroresize.strategy.switching.switch import SwitchReport
+from zeroresize.strategy.switching.switcher import by_one_thread
 from zeroresize.utils.checked import checked, integer
 from zeroresize.utils.hashing import fingerprint
 from zeroresize.utils.torch_state import autocast_dtype
@@ -201,6 +202,7 @@ class StrategyTrainer(StepTrainer):
         )
         return received
 
+    @by_one_thread
     def step(self, sequences: Sequence[Tensor]) -> StepReport:
         """Make one optimizer step on a mini-batch (HotSPa, hot switching); collective.
 
@@ -265,7 +267,7 @@ class StrategyTrainer(StepTrainer):
             counted = ((visit.strategy, batches, [each.num_tokens for each in batches]) for visit, batches in visits)
             return [*map(fingerprint, parts), self._count(counted)]
 
-        visits, table = agreed(self._meet, packed_visits, numbers_of)
+        visits, table = agreed(self._meet, packed_visits, numbers_of, what="a step")
         for column, what in enumerate(_AGREED):
             require_same([row[column] for row in table], what, self._meet)
         self._loss.begin(total_count(row[len(_AGREED)] for row in table))

@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import group_rank, group_size, message_device
+from zeroresize.comm.collectives import group_rank, group_size
 from zeroresize.comm.exchange import Meet
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.local_parts import local_of
@@ -24,7 +22,7 @@ from zeroresize.optim.independence import why_not_elementwise
 from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer, why_others_step
 from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares, unit_counts
 from zeroresize.policy.moves.move_cost import most_bytes
-from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryError, gather_texts, meet_unchanged
+from zeroresize.resharding.agreement import CannotMoveError, gather_reasons, meet_prepared
 from zeroresize.resharding.data_parallel import DataParallelReplicas
 from zeroresize.resharding.parameter_state import why_of_fixed_size
 from zeroresize.resharding.replaced_parts import ReplacedParts
@@ -153,28 +151,10 @@ class OwnedUnits:
 
     def agree(self) -> None:
         """Agree that where units of one rank cannot move or be divided, those of no rank can; collective."""
-        names = "why_not_divisible", "why_not_stepped", "why_not_movable"
-        table = self.meet(*(float(getattr(self, name) is not None) for name in names))
-        for name, of_ranks in zip(names, zip(*table, strict=True), strict=True):
-            if 0 < sum(of_ranks) < self._num_ranks:
-                setattr(self, name, self.gather_reasons(getattr(self, name)))
+        for name in ("why_not_divisible", "why_not_stepped", "why_not_movable"):
+            setattr(self, name, gather_reasons(getattr(self, name), self.meet))
         if self.why_not_divisible is not None and not self.is_home:
             raise ValueError(f"units are divided by the shares {list(self.shares)}: {self.why_not_divisible}")
-
-    def gather_reasons(self, reason: str | None) -> str:
-        """Return why some ranks cannot do something, given this rank's reason; collective.
-
-        Reasons of ranks of other replicas are not known.
-        """
-        devices = (tensor.parameter.device for segment in self.segments for tensor in segment.tensors)
-        where = message_device(self._group, next(devices, torch.device("cpu")))
-        texts: list[str] = []
-        with suppress(NotEnoughMemoryError):  # on all ranks
-            texts = list(gather_texts(reason or "", self.meet, self._group, where))
-        if reason:
-            return reason
-        reasons = [f"{text} (rank {rank} of the group)" for rank, text in enumerate(texts) if text]
-        return reasons[0] if reasons else "other ranks cannot; their errors tell why"
 
     def why_not_now(self) -> str | None:
         """Return why units may not move now, though they might at the start, as far as this rank knows."""
@@ -198,8 +178,7 @@ class OwnedUnits:
         if self.why_not_divisible is not None:
             raise CannotMoveError(f"nothing has changed: {self.why_not_divisible}")
         why = why_not or self.why_not_now()
-        if any(row[0] for row in meet_unchanged(self.meet, float(why is not None), 0.0)):
-            raise CannotMoveError(f"nothing has changed: {self.gather_reasons(why)}")
+        meet_prepared(self.meet, (0.0,) if why is None else CannotMoveError(why), "a move of units", moves=True)
         targets = {
             segment.name: segment.owned.with_counts(unit_counts(after, work))
             for segment, work in zip(self.segments, self.works, strict=True)
@@ -214,12 +193,8 @@ class OwnedUnits:
                 meet=self.meet,
                 model=self._model,
             )
-        except (ValueError, CannotMoveError, NotEnoughMemoryError) as error:  # on all ranks together
-            cause = error if isinstance(error, ValueError | NotEnoughMemoryError) else error.__cause__
-            why = self.gather_reasons(None if cause is None else str(cause))
-            if isinstance(error, NotEnoughMemoryError):
-                raise
-            raise CannotMoveError(f"nothing has changed: {why}") from error
+        except ValueError as error:  # the others have heard why
+            raise CannotMoveError(f"nothing has changed: {error}") from error
         for segment in self.segments:
             segment.shares = after
         self.shares, self._is_guarded = after, not self._has_dtensors

@@ -14,7 +14,7 @@ from zeroresize.comm.collectives import group_rank
 from zeroresize.comm.groups import free_group_number
 from zeroresize.plan.layout import Layout
 from zeroresize.plan.strategy import Strategy
-from zeroresize.resharding.agreement import agreed, meet_prepared, require_same
+from zeroresize.resharding.agreement import agreed, require_same
 from zeroresize.resharding.transaction import Participants
 from zeroresize.strategy.placement.placement import Placement, StrategyGroups
 from zeroresize.strategy.placement.whole_layers import WholeLayers
@@ -149,11 +149,11 @@ def make_alike(job: Participants, make: Callable[[], _T], describe: Callable[[_T
         Exception: what ``make`` raises here.
         RuntimeError: if it failed on another rank, ranks differ in what they made, or one does not come.
     """
-    made, table = agreed(job.meet, make, lambda made: (fingerprint(json.dumps(describe(made))), 0.0))
+    made, table = agreed(job.meet, make, lambda made: (fingerprint(json.dumps(describe(made))), 0.0), what=what)
     require_same([number for number, *_ in table], what, job.meet)
     return made
 
 
 def next_group_number(job: Participants) -> int:
     """Return a number from which on no rank has given any to a process group; collective."""
-    return int(max(number for number, *_ in meet_prepared(job.meet, (float(free_group_number()), 0.0))))
+    return int(max(number for number, *_ in job.meet(float(free_group_number()), 0.0)))

@@ -6,16 +6,20 @@ the gradients before the optimizer's step, so those of a strategy that was left 
 
 from __future__ import annotations
 
+import functools
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any, TypeVar
 
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_size
+from zeroresize.comm.exchange import Meet
 from zeroresize.comm.groups import destroy_side_group, make_side_group
 from zeroresize.plan.strategy import Strategy
-from zeroresize.resharding.agreement import NotEnoughMemoryError
+from zeroresize.resharding.agreement import NotEnoughMemoryError, meet_prepared
 from zeroresize.resharding.transaction import (
     Participants,
     prepare_in_one_meeting,
@@ -28,6 +32,41 @@ from zeroresize.strategy.switching.switch import Switch, SwitchReport
 
 #: The placement to which the weights go; None where they stay.
 _FindAfter = Callable[[], Placement | None]
+_MethodT = TypeVar("_MethodT", bound=Callable[..., Any])
+_AT_ONCE = (
+    "two threads called a SwitchableModel, or its trainer, at once: one thread of each rank has to make its calls"
+)
+
+
+class OneThread:
+    """Lets one thread at a time make calls; one that comes meanwhile fails afterwards, together with other ranks."""
+
+    def __init__(self, meet: Meet) -> None:
+        self._meet, self._lock, self._num_late = meet, threading.RLock(), 0
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self._num_late += 1
+            with self._lock:
+                self._num_late -= 1
+                meet_prepared(self._meet, RuntimeError(_AT_ONCE), "a switch")
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        is_late = self._num_late > 0
+        self._lock.release()
+        if is_late and isinstance(error, RuntimeError) and _AT_ONCE not in str(error):  # ranks began with other threads
+            raise RuntimeError(f"{_AT_ONCE}; {error}") from error
+
+
+def by_one_thread(method: _MethodT) -> _MethodT:
+    """Let a method be called by one thread at a time, by its object's ``one_thread``."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        with self.one_thread:
+            return method(self, *args, **options)
+
+    return call  # type: ignore[return-value]
 
 
 class Switcher:

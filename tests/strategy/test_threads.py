@@ -1,0 +1,82 @@
+"""Two threads that switch strategies at once get an error that says so, on all ranks, and the model can go on."""
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.on_ranks import on_ranks
+from helpers.strategies import assert_holds, switchable
+
+from lm_examples.llama import LlamaConfig, llama_layers, token_loss
+from zeroresize.plan.strategy import LengthRange, Strategy
+from zeroresize.strategy import StrategyTrainer, SwitchableModel
+
+BEFORE, FIRST, SECOND = Strategy(2), Strategy(1, 2), Strategy(1, 1, 2)
+
+
+def called_at_once(calls, barrier):
+    """The errors of calls that threads make at once."""
+    errors = []
+
+    def run(call):
+        barrier.wait()
+        try:
+            call()
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+CALLS = {
+    "alike": lambda model: [lambda: model.switch_to(FIRST)] * 2,
+    "to different ones": lambda model: [lambda: model.switch_to(FIRST), lambda: model.switch_to(SECOND)],
+    "of different kinds": lambda model: [lambda: model.prefetch(FIRST), lambda: model.switch_to(SECOND)],
+    "a collection": lambda model: [model.collect, lambda: model.switch_to(SECOND)],
+    "an end": lambda model: [model.abandon, lambda: model.switch_to(SECOND)],
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@on_ranks(2)
+def test_threads_that_switch_at_once_are_named_and_the_step_can_be_given_up(rank, group, *, name):
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=5))
+    model, wholes = switchable(group, [BEFORE, FIRST, SECOND])
+    meet = model._job.meet
+    slow = lambda *numbers: time.sleep(0.05) or meet(*numbers)  # noqa: E731 - until both have come
+    object.__setattr__(model._job, "meet", slow)
+    for _ in range(3):
+        errors = called_at_once(CALLS[name](model), threading.Barrier(2))
+        assert errors and all(
+            "two threads called a SwitchableModel, or its trainer, at once" in text for text in errors
+        ), errors
+        model.abandon()
+        assert model.current == BEFORE
+        assert_holds(model, wholes)
+    model.switch_to(SECOND)
+    model.collect()
+    assert_holds(model, wholes)
+
+
+@on_ranks(2)
+def test_threads_that_make_steps_of_a_trainer_at_once_are_named_and_training_goes_on(rank, group):
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=5))
+    config = LlamaConfig(num_blocks=1, hidden_size=8, num_heads=2, mlp_size=4, vocabulary=16)
+    model = SwitchableModel(llama_layers(config), strategies=[BEFORE, FIRST], process_group=group)
+    ranges = [LengthRange(4, BEFORE), LengthRange(8, FIRST)]
+    trainer = StrategyTrainer(model, torch.optim.SGD(model.parameters(), lr=0.1), ranges, loss=token_loss)
+    meet, rows = trainer._meet, [torch.arange(length) for length in (4, 8)]
+    trainer._meet = lambda *numbers: time.sleep(0.05) or meet(*numbers)
+    for other in (lambda: trainer.step(rows), lambda: model.switch_to(FIRST)):
+        errors = called_at_once([lambda: trainer.step(rows), other], threading.Barrier(2))
+        assert errors and all("at once: one thread of each rank" in text for text in errors), errors
+        model.abandon()
+        trainer.step(rows)
