@@ -135,7 +135,7 @@ class Virtual:
     def wait(self):
         """Until what was sent has come: a step of this training takes hardly any real time."""
         deadline = time.monotonic() + 20.0
-        while self.watch._slowness.is_waiting and time.monotonic() < deadline:
+        while not all(each.has_ended for each in self.watch._slowness._pending) and time.monotonic() < deadline:
             time.sleep(0.001)
 
 

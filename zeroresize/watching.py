@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from zeroresize.comm.collectives import as_process_group, group_rank, group_size, require_group
+from zeroresize.comm.collectives import group_rank, group_size, require_group
 from zeroresize.comm.exchange import Exchange
 from zeroresize.comm.groups import CpuGroup, let_others_fail
 from zeroresize.control.slowness_watch import SlownessWatch
@@ -194,7 +194,4 @@ def _group_of(process_group: ProcessGroup | DeviceMesh | None) -> ProcessGroup |
     """
     if not dist.is_available() or not dist.is_initialized():
         return None
-    group: Any = dist.group.WORLD if process_group is None else as_process_group(process_group)
-    if group is None or group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("process_group does not hold this rank: call zeroresize.watch on its ranks only")
-    return group
+    return require_group(dist.group.WORLD if process_group is None else process_group)

@@ -54,7 +54,7 @@ def whole_encoder(kind):
 def as_rank(rank, num_ranks):
     """As a launcher tells: transformers reads its rank from the environment."""
     environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500, "ACCELERATE_USE_CPU": "true"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
     os.environ.update({name: str(value) for name, value in environment.items()})
     yield
 

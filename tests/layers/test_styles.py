@@ -1,7 +1,11 @@
 """zr.ColwiseParallel and zr.RowwiseParallel under torch's parallelize_module: the layers, and training with them."""
 
+from contextlib import nullcontext
+from functools import partial
+
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -165,6 +169,25 @@ def test_what_cannot_be_split_is_told_and_stays_as_it_is(rank, group):
         assert type(odd) is nn.Linear
     made = parallelize_module(_MadeOtherwise(), mesh, zr.ColwiseParallel())
     assert local_of(made.weight).shape == (4, 8)
+
+
+@on_ranks(2)
+def test_a_group_without_this_rank_is_told_there(rank, group):
+    """As of a mesh that a host made which takes itself for the only process: the rank that is in it goes on."""
+    message = r"^process_group does not hold this rank, 1 of 2: [^\n]*\Z"
+    mesh = init_device_mesh("cpu", (1,))
+    for group_of_0 in (mesh, dist.new_group([0])):
+        calls = [
+            partial(zr.GradScaler, "cpu"),
+            partial(zr.watch, nn.Linear(8, 8)),
+            partial(zr.convert, nn.Linear(8, 8)),
+        ]
+        for call in calls[: 3 if rank else 2]:
+            with pytest.raises(ValueError, match=message) if rank else nullcontext():
+                call(process_group=group_of_0)
+    if rank:
+        with pytest.raises(ValueError, match=message):
+            parallelize_module(nn.Linear(8, 8), mesh, zr.ColwiseParallel())
 
 
 @on_ranks(2)

@@ -35,16 +35,29 @@ class Channel(Protocol):
 
 
 def as_process_group(group: Any) -> Any:
-    """Return the process group of a one-dimensional ``DeviceMesh``; a group as it is, and None."""
+    """Return the process group of a one-dimensional ``DeviceMesh``; a group as it is, and None.
+
+    Raises:
+        ValueError: for anything else, and on ranks that are not in it.
+    """
     if not hasattr(group, "get_group") or not hasattr(group, "ndim"):
         if not isinstance(group, ProcessGroup | None) and group is not dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(f"process_group={group!r} is not allowed: a process group, or a DeviceMesh, is needed")
-        return group
-    if group.ndim != 1:
+        is_member = group is None or dist.get_rank(group) >= 0
+    elif group.ndim != 1:
         raise ValueError(
             f"{group} has {group.ndim} dimensions: pass the one of the tensor-parallel group, such as mesh['tp']"
         )
-    return group.get_group(0)
+    else:
+        is_member = group.get_coordinate() is not None
+        group = group.get_group(0) if is_member else group
+    if not is_member:
+        num_ranks = dist.get_world_size()
+        raise ValueError(
+            f"process_group does not hold this rank, {dist.get_rank()} of {num_ranks}: pass the group that it is in, "
+            "or make the call on the group's ranks only"
+        )
+    return group
 
 
 def require_group(process_group: Any) -> ProcessGroup:
@@ -55,8 +68,6 @@ def require_group(process_group: Any) -> ProcessGroup:
             "process_group=None is not allowed: pass the tensor-parallel group, such as torch.distributed.group.WORLD "
             "(which is None before init_process_group) or torch.distributed.new_group(ranks)"
         )
-    if dist.get_rank(process_group) < 0:
-        raise ValueError("this rank is not a member of process_group: pass the tensor-parallel group that it is in")
     group: ProcessGroup = process_group
     return group
 

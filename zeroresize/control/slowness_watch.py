@@ -32,11 +32,6 @@ class SlownessWatch:
         self._num_steps, self._is_over = 0, False
         self._watching_s = 0.0
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether numbers are under way that other ranks have not sent yet."""
-        return any(not numbers.has_ended for numbers in self._pending)
-
     def end_step(self, read: Iterable[WatchedStep]) -> None:
         """Count a step that is over; ``read`` are the steps whose times could be read since the last call."""
         if self._is_over:

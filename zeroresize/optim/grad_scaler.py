@@ -49,8 +49,6 @@ class GradScaler(GradScalerBase):
     ) -> None:
         super().__init__(device, **options)
         self._group: ProcessGroup | None = as_process_group(process_group)
-        if self._group == dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError("process_group does not hold this rank: make a GradScaler on its ranks only")
 
     @torch.no_grad()
     def unscale_gradients(self, optimizer: Optimizer, inv_scale: Tensor, *, allow_fp16: bool) -> Tensor:

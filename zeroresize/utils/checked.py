@@ -116,6 +116,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return not isinstance(value, str | Number | None)
     if kind in (Any, inspect.Parameter.empty) or not inspect.isclass(kind):
         return True
+    if kind.__name__ == "ProcessGroup" and value == -100:  # NON_GROUP_MEMBER: who needs the group says it
+        return True
     if not isinstance(value, kind) and not (kind is tuple and isinstance(value, list)):  # files hold lists
         return False
     if issubclass(kind, Mapping) and arguments:

@@ -59,6 +59,27 @@ def test_who_since_when_by_how_much_and_why(part, seconds, cause):
     assert group.report().scores == pytest.approx((1.0,) * 3)
 
 
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_a_rank_that_has_recovered_was_slow_from_to_for_the_reason_told_and_is_not_now(rounds):
+    """From the first round on that shows it: a report in between must not take what it sees then for the slowness."""
+    group = GroupSlowness(5)
+    run(group, 20, WELL, num_ranks=5)
+    run(group, 4, {1: {"loader_s": 0.21}}, num_ranks=5, begins=20)
+    (slow,) = group.report().slow
+    for number in range(rounds):
+        run(group, 1, {1: {"loader_s": 0.001, "products_s": 0.02, "rest_s": 0.05}}, num_ranks=5, begins=24 + number)
+        report = group.report()
+        assert report.slow == ()
+        assert report.ended == (slow,)
+    assert (slow.since_step, slow.num_steps, slow.cause) == (200, 40, "loader")
+    assert slow.times == pytest.approx(3.0, rel=0.01)
+    run(group, 20, WELL, num_ranks=5, begins=24 + rounds)
+    run(group, 8, {1: {"rest_s": 0.5}}, num_ranks=5, begins=44 + rounds)
+    report = group.report()
+    assert [(rank.rank, rank.cause) for rank in report.slow] == [(1, "rest")]
+    assert report.ended == ()
+
+
 def test_cost_counts_from_the_first_slow_step_and_once_for_two_that_are_slow_together():
     group = GroupSlowness(4)
     run(group, 20, WELL, num_ranks=4)

@@ -30,12 +30,12 @@ TOLERANCE = USUAL_NOISE
 
 @dataclass(frozen=True)
 class SlowRank:
-    """Describe a rank that is slow.
+    """Describe a rank that is slow, or was.
 
     Attributes:
         times: how many times as long as the others it takes, for as much work where that was counted.
         since_step: after so many steps it began.
-        num_steps, seconds: for so long it has lasted.
+        num_steps, seconds: for so long it has lasted, until it was last seen.
         cause: what most of the delay comes from: ``"products"`` (matrix products), ``"rest"`` (what else is computed),
             ``"loader"`` (what passes before the model's forward begins), or ``"compute"`` where products were not timed
             apart.
@@ -79,6 +79,7 @@ class WatchReport:
         cost_s: seconds that slow ranks have cost the group so far: over all steps in which one was slow, what the
             slowest took longer than is usual among the others.
         share_saved: share of a step that would be saved at most if work were divided by the ranks' speeds.
+        ended: who was slow and is not now, by rank, each as it was last: from ``since_step`` on for ``num_steps``.
     """
 
     step: int
@@ -89,6 +90,7 @@ class WatchReport:
     step_s: float
     cost_s: float
     share_saved: float
+    ended: tuple[SlowRank, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, as for JSON."""
@@ -110,13 +112,15 @@ class _Round:
 
 @dataclass
 class _Slowness:
-    """A slowness under way; ``num_rounds`` have passed at its present level."""
+    """A slowness under way; ``num_rounds`` have passed at its present level, ``num_unsure`` since it was last seen."""
 
     since_step: int
     num_steps: int = 0
     seconds: float = 0.0
     cost_s: float = 0.0
     num_rounds: int = 0
+    num_unsure: int = 0
+    times: float = 1.0
     causes: dict[Cause, float] = field(default_factory=dict)
 
 
@@ -130,6 +134,7 @@ class GroupSlowness:
     def __init__(self, num_ranks: int, tolerance: float = TOLERANCE) -> None:
         self._levels = [RankLevel(tolerance) for _ in range(num_ranks)]
         self._slow: dict[int, _Slowness] = {}
+        self._ended: dict[int, SlowRank] = {}
         self._rounds: deque[_Round] = deque(maxlen=MOST_KEPT)
         self._last_step, self._cost_s = 0, 0.0
         self.compares_work = False
@@ -163,16 +168,19 @@ class GroupSlowness:
 
     def report(self) -> WatchReport:
         """Return who is slow now, and what that has cost."""
-        usual = self._usual(FEW)
+        usual, ended = self._usual(FEW), dict(self._ended)
+        now = {rank: self._described(rank, slow.times) for rank, slow in self._slow.items()}
+        ended |= {rank: now.pop(rank) for rank in self._slow if self._levels[rank].seems_recovered}
         return WatchReport(
             step=self._last_step,
             num_ranks=len(self._levels),
-            slow=tuple(self._described(rank, self._levels[rank].times) for rank in sorted(self._slow)),
+            slow=tuple(now[rank] for rank in sorted(now)),
             scores=self.scores,
             busy_s=tuple(window.busy_s for window in usual),
             step_s=max((window.step_s for window in usual), default=math.nan),
             cost_s=self._cost_s,
             share_saved=share_saved(usual) if usual else math.nan,
+            ended=tuple(ended[rank] for rank in sorted(ended.keys() - now)),
         )
 
     def _usual(self, num_rounds: int) -> list[StepWindow]:
@@ -183,32 +191,34 @@ class GroupSlowness:
     def _follow(self, rank: int) -> SlownessEvent | None:
         newest = self._rounds[-1]
         change = self._levels[rank].update(math.log(newest.windows[rank].busy_s / newest.others_busy_s[rank]))
-        new = [newest]
         if rank not in self._slow:
             if change is None:
                 return None
-            new = list(self._rounds)[-change.num_windows :]
-            self._slow[rank] = _Slowness(new[0].first_step)
-        slowness = self._slow[rank]
-        for past in new:
-            slowness.num_steps += past.num_steps
-            slowness.seconds += past.num_steps * max(window.step_s for window in past.windows)
-            slowness.cost_s += past.excess_s(rank)
-            slowness.num_rounds += 1
+            first = list(self._rounds)[-change.num_windows]
+            self._slow[rank] = _Slowness(first.first_step, num_unsure=change.num_windows - 1)
+        slowness, level = self._slow[rank], self._levels[rank]
+        slowness.num_unsure += 1
+        if not level.seems_recovered:  # what the rank takes once it has recovered tells nothing of why it was slow
+            for past in list(self._rounds)[-slowness.num_unsure :]:
+                slowness.num_steps += past.num_steps
+                slowness.seconds += past.num_steps * max(window.step_s for window in past.windows)
+                slowness.cost_s += past.excess_s(rank)
+                slowness.num_rounds += 1
+            if change is not None and change.kind == "changes":
+                slowness.num_rounds = change.num_windows
+            others = self._usual(slowness.num_rounds)
+            slowness.causes = shares_of_causes(others.pop(rank), others)
+            slowness.num_unsure, slowness.times = 0, level.times
         if change is None:
             return None
-        if change.kind == "changes":
-            slowness.num_rounds = change.num_windows
         event = SlownessEvent(change.kind, self._described(rank, change.after), change.before)
         if change.kind == "ends":
+            self._ended[rank] = self._described(rank, slowness.times)
             del self._slow[rank]
         return event
 
     def _described(self, rank: int, times: float) -> SlowRank:
         slow = self._slow[rank]
-        if times != 1.0:  # a rank that has recovered was slow for the reason told before
-            others = self._usual(slow.num_rounds)
-            slow.causes = shares_of_causes(others.pop(rank), others)
         cause: Cause = next(iter(slow.causes), "compute")
         causes = dict(slow.causes)
         return SlowRank(rank, times, slow.since_step, slow.num_steps, slow.seconds, cause, causes, slow.cost_s)

@@ -48,6 +48,7 @@ class RankLevel:
 
     tolerance: float  # by which share of their time a rank must be slower than the others, at least
     meter: SpeedMeter = field(default_factory=SpeedMeter)  # of y
+    seems_recovered: bool = False  # by the newest window
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_KEPT))
     _level: float | None = None  # what was told last; None where the rank is not slow
     _num_windows: int = 0  # so many have been seen
@@ -75,6 +76,7 @@ class RankLevel:
         is_new = self._num_windows <= MOST_KEPT
         outstanding = _LEAST_OF_NEW if is_new else _OUTSTANDING * math.sqrt(self._variance)
         least = max(math.log1p(self.tolerance), sure, outstanding)
+        self.seems_recovered = level < least / 2.0
         if self._level is None:
             if level > -least and not is_new:  # else another rank is slow
                 self._learn(level)
@@ -82,11 +84,10 @@ class RankLevel:
                 self._must_last = max(self._must_last // 2, _LASTING)
             return self._begin() if self._has_lasted(level > least, self._must_last) else None
         before = math.exp(self._level)
-        has_recovered = level < least / 2.0
         differs = abs(level - self._level) > max(ALIKE, math.sqrt(2.0) * sure)
-        if not self._has_lasted(has_recovered or differs, _LASTING):
+        if not self._has_lasted(self.seems_recovered or differs, _LASTING):
             return None
-        if not has_recovered:
+        if not self.seems_recovered:
             self._level = level
             return LevelChange("changes", before, self.times, _LASTING)
         if self._since - _LASTING < _SHORT:
