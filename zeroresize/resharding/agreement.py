@@ -214,7 +214,7 @@ def text_numbers(text: str) -> list[float]:
 def text_of(numbers: Sequence[float]) -> str:
     """Return the text that a rank has given as :func:`text_numbers`, whatever follows; empty if it gave none."""
     size, *data = map(int, numbers or [0.0])
-    return bytes(data[:size]).decode(errors="ignore")
+    return bytes(byte & 255 for byte in data[:size]).decode(errors="ignore")
 
 
 def require_received(
