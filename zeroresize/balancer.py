@@ -152,10 +152,10 @@ class Balancer(Pausable):
         While ``pause(advice=True)`` holds it is what this mode would do. Modes that move units lend or prune until the
         slowness has cost as much as a move: that they have settled tells ``owned`` of a slow rank, other than 1 then.
 
-        ``predicted_step_s`` (seconds of a step), ``gain`` (the share of the step that it saves; both NaN before the
-        first decision), ``verdict`` (why units would move now, or stay; empty in modes that move none), and of every
-        rank, in lists: ``pruned``, ``lent``, ``owned`` (1 is an even share), and ``ratios``, what is left out of an
-        even share by the three together. The same on every rank.
+        ``predicted_step_s`` (seconds of a step), ``gain`` (share of the step saved in balanced layers, where the metric
+        ``watch/share_saved`` divides all that is computed; both NaN before the first decision), ``verdict`` (why units
+        would move or stay, or why nobody is spared), and of every rank: ``pruned``, ``lent``, ``owned`` (1 is an even
+        share), and ``ratios``, what the three leave out of an even share. The same on every rank.
         """
         if self.config.mode != "off" and self.restraint.state != "advice":
             raise ValueError(

@@ -11,19 +11,14 @@ from zeroresize.plan.ownership import SegmentWork
 from zeroresize.policy.tensor.controller import Controller
 from zeroresize.policy.tensor.estimation.communication import CollectiveTimes
 from zeroresize.policy.tensor.estimation.times import RankTimes
+from zeroresize.utils.texts import percent_text
 
 #: Modes that decide alike are tried once: those that only prune differ in the columns, not in how many.
 _KIND_OF_MODE = {mode: mode if mode in MIGRATING_MODES else PRUNING_MODES[0] for mode in MODES if mode != "off"}
 
 
 class WhatIf:
-    """Hold a controller for each kind of mode where the mode is "off", else none.
-
-    All ranks have the same at every update.
-
-    Attributes:
-        plans: of the last update at which each decided, by mode.
-    """
+    """Hold a controller for each kind of mode where the mode is "off", else none; all ranks have the same."""
 
     def __init__(self, config: BalanceConfig, num_ranks: int, segments: Sequence[SegmentWork] = ()) -> None:
         kinds = dict.fromkeys(_KIND_OF_MODE.values()) if config.mode == "off" else {}
@@ -37,13 +32,13 @@ class WhatIf:
 
     @property
     def plans(self) -> dict[str, WorkloadPlan]:
-        """Return the plans of the controllers."""
+        """Return the plans of the last update at which each decided, by mode."""
         return {mode: self._plans[kind] for mode, kind in _KIND_OF_MODE.items() if kind in self._plans}
 
     @property
     def verdicts(self) -> dict[str, str]:
-        """Return why units would have moved or stayed, by mode; empty texts where a mode moves none."""
-        return {mode: self._controllers[kind].verdict for mode, kind in _KIND_OF_MODE.items() if kind in self._plans}
+        """Return why units would have moved or stayed, or why a mode that moves none spares nobody; else nothing."""
+        return {mode: self._verdict(kind) for mode, kind in _KIND_OF_MODE.items() if kind in self._plans}
 
     @property
     def controllers(self) -> tuple[Controller, ...]:
@@ -54,6 +49,17 @@ class WhatIf:
         """Go on with controllers that were loaded; there are none where they were saved in another mode."""
         self._controllers.update(zip(self._controllers, controllers, strict=False))
         self._plans = {kind: controller.current_plan() for kind, controller in self._controllers.items()}
+
+    def _verdict(self, kind: str) -> str:
+        controller, plan = self._controllers[kind], self._plans[kind]
+        if controller.verdict or any(rank.spared for rank in plan.ranks):
+            return controller.verdict
+        if controller.bounds is None:
+            return "not all ranks have been measured yet"
+        if not any(rank.is_straggler for rank in plan.ranks):
+            return "no rank has been slow for long enough, beyond noise"
+        most = percent_text(max(1.0 - controller.bounds.of_products / controller.predict_step_s(plan), 0.0))
+        return f"no change is worth its cost: balanced products divided by speed make steps {most} shorter at most"
 
 
 def _deciding(config: BalanceConfig, mode: str) -> BalanceConfig:
