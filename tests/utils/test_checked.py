@@ -142,7 +142,6 @@ WRONG = {
     "strategy.LengthRange": rows(COUNT, "up_to max_tokens") | rows((3, "ab", NAN), "strategy"),
     "strategy.LinkSpeeds": rows(POSITIVE, "within_bytes_per_s between_bytes_per_s node_bytes_per_s")
     | rows(("x", NAN, -1, True), "latency_s"),
-    "strategy.Packed": rows((3, "x", [1]), "tokens targets") | rows((3, "ab", [1.5], [NAN], [-1]), "lengths"),
     "strategy.Strategy": rows(COUNT, "dp tp pp")
     | rows((3, "ab", [1.5], [-1], [NAN]), "ranks")
     | rows((3, "ab", [NAN], [-1], ["1"]), "shares")
@@ -158,7 +157,7 @@ WRONG = {
     | rows(COUNT, "max_tokens")
     | rows(("x", NAN, -1, True), "grad_clip")
     | rows(FLAG, "overlap")
-    | rows(SEED, "seed")
+    | rows(("4", NAN, 1.5, True), "seed")
     | rows(FUNCTION, "count"),
     "strategy.SwitchableModel": rows((3, "ab", [3]), "layers")
     | rows((3, "ab"), "strategies")
@@ -193,9 +192,7 @@ WRONG = {
     | rows((3, "ab", [3]), "sizes")
     | rows((3, "x", NAN, None), "loss")
     | rows(("x", NAN, -1, True), "grad_clip")
-    | rows(SEED, "seed"),
-    "microbatch.PaddedBatch": rows((3, "x", [1]), "tokens targets"),
-    "microbatch.PairBatch": rows((3, "x", [1]), "sources is_source tokens targets"),
+    | rows(("4", NAN, 1.5, True), "seed"),
     "microbatch.PlanningOptions": rows(COUNT, "num_replicas size num_clusters")
     | rows(POSITIVE, "memory_limit")
     | rows((3, "dynmic"), "method")
@@ -219,7 +216,7 @@ MADE_HERE = {
     *("ChangeRecord", "ParallelFinding", "SegmentCheck", "UpdateRecord", "Watch", "HostAdapter", "StaysEven"),
     *("LayerMoveReport", "LayerProfile", "MoveDuringBackward", "PipelinePlan", "PipelineProfile", "ProfileRecord"),
     *("RebalancingProposal", "Release", "RepackingReport", "Position", "RangeReport", "SearchResult", "StepReport"),
-    *("SwitchReport", "DoesNotFitError", "IterationReport"),
+    *("SwitchReport", "DoesNotFitError", "IterationReport", "Packed", "PaddedBatch", "PairBatch"),
 }
 ROOMS = ("", ".pipeline", ".strategy", ".microbatch", ".integrations")
 

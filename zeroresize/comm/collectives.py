@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,7 @@ def as_process_group(group: Any) -> Any:
     if not hasattr(group, "get_group") or not hasattr(group, "ndim"):
         if not isinstance(group, ProcessGroup | None) and group is not dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(f"process_group={group!r} is not allowed: a process group, or a DeviceMesh, is needed")
-        is_member = group is None or dist.get_rank(group) >= 0
+        is_member = group is None or dist.get_rank(cast(ProcessGroup, group)) >= 0
     elif group.ndim != 1:
         raise ValueError(
             f"{group} has {group.ndim} dimensions: pass the one of the tensor-parallel group, such as mesh['tp']"

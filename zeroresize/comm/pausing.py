@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Sequence
 
 logger = logging.getLogger(__name__)
@@ -11,6 +12,8 @@ logger = logging.getLogger(__name__)
 #: What balancing may be, the freest first, and what the log says of it.
 STATES = {"on": "goes on", "advice": "is paused (advice only)", "off": "is paused"}
 VARIABLE = "ZERORESIZE_BALANCING"
+#: Seconds from one reading of the file to the next: an update may be each step, and the file on a network.
+READ_EVERY_S = 1.0
 
 
 class Restraint:
@@ -18,11 +21,13 @@ class Restraint:
 
     def __init__(self) -> None:
         self._path, self._of_file, self._has_warned = os.environ.get(VARIABLE), 0, False
+        self._read_at = 0.0
         self.of_call, self.state = 0, "on"
 
     def wish(self) -> float:
         """Return what the other ranks are sent at an update: the number of a state, and a half more from a file."""
-        if self._path:
+        if self._path and time.monotonic() >= self._read_at:
+            self._read_at = time.monotonic() + READ_EVERY_S
             try:
                 with open(self._path, encoding="utf-8", errors="replace") as file:
                     self._of_file = list(STATES).index((file.read(99).split() or [""])[0])
@@ -51,6 +56,7 @@ class Pausable:
     def pause(self, advice: bool = False) -> None:
         """Pause balancing on all ranks from the next update on, or the one behind it; one rank's call suffices.
 
+        All ranks are those that decide together: where no units move, replicas do so by themselves, and stages' groups.
         What was lent or pruned is taken back, what has moved stays where it is. So it is, too, while the file that the
         environment variable ``ZERORESIZE_BALANCING`` names begins with the word ``off``, or ``advice``, for any rank.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -144,7 +145,10 @@ class GroupDecision:
         if self._wishes:
             self.restraint.agree(self._wishes, self._exchange.where.num_steps, tells=self._exchange.group.rank == 0)
         if self.restraint.state == "advice":
-            self.plan = dataclasses.replace(self.plan, predicted_step_s=self.controller.predict_step_s(self.plan))
+            both = zip(self.plan.ranks, self.decided.ranks, strict=True)
+            ranks = tuple(dataclasses.replace(rank, is_straggler=now.is_straggler) for rank, now in both)
+            step_s = self.controller.predict_step_s(self.plan)
+            self.plan = dataclasses.replace(self.plan, ranks=ranks, predicted_step_s=step_s)
         else:
             self._put(self.decided, self.plan.owned)
 
@@ -186,8 +190,12 @@ class GroupDecision:
         """Return what a saved run needs; collect what is under way, or leave it where ranks have died."""
         with suppress(RuntimeError):
             self._collect()
+        controller = self.controller
+        if self.decided.owned != self.plan.owned:  # by advice only: who goes on from here has what is in force
+            controller = copy.deepcopy(controller)
+            controller.refuse_move(self.plan.owned)
         return DecisionState(
-            self.controller,
+            controller,
             self.what_if.controllers,
             repr(self._config),
             self._received,

@@ -47,7 +47,7 @@ class _ParallelLinear(BalancedLinear, nn.Module):
         bias: bool,
         own_features: int | None,
         parts: Parts | None,
-        device: torch.device | str | None,
+        device: torch.device | str | int | None,
         dtype: torch.dtype | None,
         why_whole: str | None,
     ) -> None:
@@ -170,7 +170,7 @@ class ColumnParallelLinear(_ParallelLinear):
         gather_output: bool = False,
         own_features: int | None = None,
         parts: Parts | None = None,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ class RowParallelLinear(_ParallelLinear):
         input_is_parallel: bool = True,
         own_features: int | None = None,
         parts: Parts | None = None,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from zeroresize.policy.microbatches.plan import MicroBatch
-from zeroresize.utils.checked import checked
 
 #: Targets of padding, which do not count; as ``cross_entropy`` ignores them by default.
 IGNORED = -100
@@ -20,7 +19,6 @@ IGNORED = -100
 _PADDING = 0
 
 
-@checked()
 @dataclass(frozen=True, eq=False)
 class PaddedBatch:
     """Holds rows for a decoder-only model.
@@ -77,7 +75,6 @@ class PaddedBatch:
         return PaddedBatch(self.tokens.to(device), self.targets.to(device))
 
 
-@checked()
 @dataclass(frozen=True, eq=False)
 class PairBatch:
     """Holds rows for an encoder-decoder model.

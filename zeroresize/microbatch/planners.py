@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -65,8 +65,13 @@ _NUM_KEPT = 10_000
 _SHARE_OF_LIMIT = 0.5
 
 
+def _tell(given: Mapping[str, Any], error: ValueError) -> None:
+    given["store"].new_series()  # as the other ranks do
+    let_others_know(given["process_group"], given["device"], error)
+
+
 @checked(
-    tell=lambda given, error: let_others_know(given["process_group"], given["device"], error),
+    tell=_tell,
     first=integer(0),
     num_workers=integer(1),
     ahead=integer(1),

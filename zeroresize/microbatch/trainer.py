@@ -121,7 +121,7 @@ class MicroBatchTrainer(StepTrainer):
     def __init__(
         self,
         model: SwitchableModel,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Any,
         plans: Plans,
         *,
         batch_from: BatchFrom,

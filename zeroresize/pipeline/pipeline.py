@@ -40,7 +40,7 @@ from zeroresize.utils.hashing import fingerprint
 
 
 @checked(
-    tell=lambda given, error: let_others_know(given["process_group"], given["device"], error),
+    tell=lambda given, error: let_others_know(given["process_group"], given["device"] or "cpu", error),
     num_microbatches=integer(1),
 )
 class Pipeline:
@@ -101,7 +101,7 @@ class Pipeline:
         process_group: ProcessGroup | DeviceMesh,
         boundaries: Sequence[int] | None = None,
         schedule: Schedule = "1f1b",
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         initialize: Initialize | None = None,
         count: Count | None = None,
         replicas: ProcessGroup | DeviceMesh | None = None,
@@ -110,7 +110,7 @@ class Pipeline:
         self._group: ProcessGroup | None = process_group
         self._owns_group = False
         self.stage, self.num_stages = group_rank(process_group), group_size(process_group)
-        self.device = torch.device(device or "cpu")
+        self.device = torch.device("cpu" if device is None else device)
         self.num_microbatches = num_microbatches
         self.loss, self.schedule = CountedLoss(loss, count, averages=True), schedule
         self.replicas = as_process_group(replicas)

@@ -180,6 +180,7 @@ class PipelineBalancer(Pausable):
         self._moves_during_backward = move_during_backward and units is None
         self._wanted: RebalancingProposal | None = None
         self._has_warned = False  # that nothing fits
+        self._advised: tuple[int, ...] | None = None
         self._steps_of_block = 1
         self._cadence = cadence = ProfileCadence(profile_every, max_measuring)
         options = ""
@@ -330,10 +331,12 @@ class PipelineBalancer(Pausable):
         rental = self._rebalancing.state.rental
         owed, proposal = dict(vars(rental)), self._decide(profile)
         if self.restraint.state == "advice":
-            if proposal is not None:
+            if proposal is not None and proposal.after != self._advised:
+                self._advised = proposal.after
                 self._stay(proposal, f"by advice only {described(proposal.transfers)}: {proposal.reason}")
-                vars(rental).update(owed)  # it is still due
+            vars(rental).update(owed)  # it is still due
             return
+        self._advised = None
         if self._release(profile) or proposal is None:
             return
         if self._units_move():  # they have begun since the profile was measured

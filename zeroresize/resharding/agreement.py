@@ -184,9 +184,8 @@ def agreed(
     return made, meet_prepared(meet, numbers, what, moves=moves)
 
 
-def let_others_know(process_group: Any, device: torch.device | str | None, error: Exception) -> None:
+def let_others_know(process_group: Any, device: Any, error: Exception) -> None:
     """Let ranks that begin by agreeing in a group fail at once, where this one was given what is not allowed."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     meet_prepared(meet_over(require_group(process_group), torch.device(device)), error, ARGUMENTS)
 
 

@@ -35,11 +35,19 @@ from zeroresize.strategy.switching.switcher import OneThread, Switcher, by_one_t
 from zeroresize.utils.checked import checked, integer
 
 
-@checked(
-    tell=lambda given, error: let_others_know(given["process_group"] or dist.group.WORLD, given["device"], error),
-    nodes=integer(0),
-    max_bytes=integer(1),
-)
+def _device_of(layers: Iterable[nn.Module], device: torch.device | str | int | None) -> torch.device:
+    """The device that is wanted, or that of the first tensor."""
+    tensors = itertools.chain.from_iterable((*layer.parameters(), *layer.buffers()) for layer in layers)
+    first = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
+    return first if device is None else torch.device(device)
+
+
+def _tell(given: Mapping[str, Any], error: ValueError) -> None:
+    device = _device_of(given["layers"], given["device"])
+    let_others_know(given["process_group"] or dist.group.WORLD, device, error)
+
+
+@checked(tell=_tell, nodes=integer(0), max_bytes=integer(1))
 class SwitchableModel:
     """Runs whole layers under one of several strategies at a time (HotSPa); collective, as all of its methods.
 
@@ -104,7 +112,7 @@ class SwitchableModel:
         optimizer_strategy: Strategy | Sequence[int] | Mapping[str, Any] | None = None,
         segments: SegmentsOf | None = None,
         initialize: Initialize | None = None,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         nodes: Sequence[int] | None = None,
         max_bytes: int = MAX_MESSAGE_BYTES,
         compute_dtype: torch.dtype | None = None,
@@ -112,9 +120,7 @@ class SwitchableModel:
     ) -> None:
         self.process_group = require_group(process_group or dist.group.WORLD)
         self.rank = group_rank(self.process_group)
-        tensors = itertools.chain.from_iterable((*layer.parameters(), *layer.buffers()) for layer in layers)
-        first = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
-        self.device = first if device is None else torch.device(device)
+        self.device = _device_of(layers, device)
         meet = meet_over(self.process_group, self.device)
         self._job = Participants(self.process_group, self.device, meet)
         self.one_thread = OneThread(meet)

@@ -11,11 +11,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from zeroresize.utils.checked import checked, integer
 from zeroresize.utils.hashing import digest
 
 
-@checked(lengths=integer(0))
 @dataclass(frozen=True, eq=False)
 class Packed:
     """Holds a micro-batch of whole sequences (HotSPa, packing); attention must not look from one into another.

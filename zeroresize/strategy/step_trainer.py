@@ -23,13 +23,13 @@ from zeroresize.runtime.instructions import Instruction
 from zeroresize.runtime.stage import Stage
 from zeroresize.strategy.model import SwitchableModel, require_divisible
 from zeroresize.strategy.switching.switch import SwitchReport
-from zeroresize.utils.checked import Limit, integer, real
+from zeroresize.utils.checked import Limit, real
 
 logger = logging.getLogger(__name__)
 
 
 #: What is allowed for trainers besides the kinds of values, and how other ranks hear of what is not.
-TRAINER_LIMITS: dict[str, Limit] = {"grad_clip": real(least=0.0), "seed": integer(0)}
+TRAINER_LIMITS: dict[str, Limit] = {"grad_clip": real(least=0.0)}
 
 
 def tell_model(given: Mapping[str, Any], error: ValueError) -> None:

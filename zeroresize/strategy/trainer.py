@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,7 +135,7 @@ class StrategyTrainer(StepTrainer):
     def __init__(
         self,
         model: SwitchableModel,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Any,
         ranges: Iterable[LengthRange],
         *,
         loss: Loss,

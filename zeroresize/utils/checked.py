@@ -12,7 +12,7 @@ import typing
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from numbers import Integral, Number, Real
+from numbers import Number
 from typing import Any, Literal, TypeVar
 
 from zeroresize.utils.value_checks import at_least, number
@@ -23,9 +23,9 @@ Limit = Callable[[str, Any], None]
 Tell = Callable[[Mapping[str, Any], ValueError], object]
 
 
-def integer(least: int, **most: Any) -> Limit:
-    """Return the limit of whole numbers from ``least`` on, or up to ``most``."""
-    return functools.partial(at_least, least=least, **most)
+def integer(least: int, most: int = 2**63 - 1) -> Limit:
+    """Return the limit of whole numbers from ``least`` to ``most``."""
+    return functools.partial(at_least, least=least, most=most)
 
 
 def real(**limits: Any) -> Limit:
@@ -69,7 +69,7 @@ def checked(*, tell: Tell | None = None, **limits: Limit) -> Callable[[_Callable
                     is_free = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
                     is_default = type(value) is type(parameter.default) and value == parameter.default
                     if not is_free and not is_default:
-                        _check(name, value, hints()[name], limits.get(name))
+                        given.arguments[name] = _checked(name, value, hints()[name], limits.get(name))
             except ValueError as error:
                 described = ValueError(f"{target.__name__}: {error}")
                 if tell is not None:
@@ -77,7 +77,7 @@ def checked(*, tell: Tell | None = None, **limits: Limit) -> Callable[[_Callable
                     with suppress(Exception):  # as where the group itself is none: then the others wait
                         tell(given.arguments, described)
                 raise described from None
-            return function(*args, **kwargs)
+            return function(*given.args, **given.kwargs)
 
         if function is target:
             return typing.cast(_CallableT, call)
@@ -87,15 +87,25 @@ def checked(*, tell: Tell | None = None, **limits: Limit) -> Callable[[_Callable
     return decorate
 
 
-def _check(name: str, value: Any, hint: Any, limit: Limit | None) -> None:
-    if not _fits(value, hint):
+def _checked(name: str, value: Any, hint: Any, limit: Limit | None) -> Any:
+    """The value, or what it holds as plain numbers and lists where it is numpy's or torch's and those are wanted."""
+    if not _fits(value, hint) and _fits(plain := _plain(value), hint):
+        value = plain
+    elif not _fits(value, hint):
         is_plain = isinstance(value, str | Number | list | tuple | dict | None)
         shown = textwrap.shorten(repr(value) if is_plain else _name_of(value), 80, placeholder=" …")
         raise ValueError(f"{name}={shown} is not allowed: {_described(hint)} is needed")
     if limit is not None and value is not None:
         is_row = isinstance(value, Sequence) and not isinstance(value, str)
-        for each in value if is_row else [value]:
-            limit(name, each)
+        for number, each in enumerate(value if is_row else [value]):
+            limit(f"{name}[{number}]" if is_row else name, each)
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _name_of(value: Any) -> str:
@@ -111,7 +121,7 @@ def _fits(value: Any, hint: Any) -> bool:
     kind: Any = type(None) if hint is None else origin or getattr(hint, "__bound__", None) or hint
     entries: Any = value
     if kind in (int, float):
-        return isinstance(entries, Integral if kind is int else Real) and type(value) is not bool and value == value
+        return isinstance(entries, int if kind is int else int | float) and type(value) is not bool and value == value
     if getattr(kind, "_is_protocol", False):  # which no value tells of; a plain one is none
         return not isinstance(value, str | Number | None)
     if kind in (Any, inspect.Parameter.empty) or not inspect.isclass(kind):
@@ -124,8 +134,9 @@ def _fits(value: Any, hint: Any) -> bool:
         return all(_fits(key, arguments[0]) and _fits(each, arguments[1]) for key, each in entries.items())
     if kind is tuple and arguments and Ellipsis not in arguments:
         return len(entries) == len(arguments) and all(map(_fits, entries, arguments))
-    if issubclass(kind, Sequence) and arguments and not all(_fits(each, arguments[0]) for each in entries):
-        return False
+    are_alike = arguments[:1] in ((int,), (str,)) and set(map(type, entries)) == {arguments[0]}
+    if issubclass(kind, Sequence) and arguments and not are_alike:
+        return not isinstance(value, str) and all(_fits(each, arguments[0]) for each in entries)
     return not arguments or not isinstance(value, str)
 
 
