@@ -7,6 +7,7 @@ from zeroresize.comm.pausing import VARIABLE, Restraint
 
 @pytest.fixture
 def restraint(tmp_path, monkeypatch):
+    monkeypatch.setattr("zeroresize.comm.pausing.READ_EVERY_S", 0.0)
     monkeypatch.setenv(VARIABLE, str(tmp_path / "balancing"))
     return Restraint()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from zeroresize.comm import pausing
 from zeroresize.comm.pausing import VARIABLE
 
 
@@ -25,6 +26,7 @@ class Wishes:
         with pytest.MonkeyPatch.context() as patched:
             if self._is_heard and self._by_file:
                 patched.setenv(VARIABLE, str(self._file))
+            patched.setattr(pausing, "READ_EVERY_S", 0.0)
             yield
 
     def say(self, balancer: Any, state: str) -> None:

@@ -21,13 +21,13 @@ class Restraint:
 
     def __init__(self) -> None:
         self._path, self._of_file, self._has_warned = os.environ.get(VARIABLE), 0, False
-        self._read_at = 0.0
+        self._read_at, self._every_s = 0.0, READ_EVERY_S
         self.of_call, self.state = 0, "on"
 
     def wish(self) -> float:
         """Return what the other ranks are sent at an update: the number of a state, and a half more from a file."""
         if self._path and time.monotonic() >= self._read_at:
-            self._read_at = time.monotonic() + READ_EVERY_S
+            self._read_at = time.monotonic() + self._every_s
             try:
                 with open(self._path, encoding="utf-8", errors="replace") as file:
                     self._of_file = list(STATES).index((file.read(99).split() or [""])[0])

@@ -121,7 +121,7 @@ class MicroBatchTrainer(StepTrainer):
     def __init__(
         self,
         model: SwitchableModel,
-        optimizer: Any,
+        optimizer: torch.optim.Optimizer,
         plans: Plans,
         *,
         batch_from: BatchFrom,

@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -135,7 +134,7 @@ class StrategyTrainer(StepTrainer):
     def __init__(
         self,
         model: SwitchableModel,
-        optimizer: Any,
+        optimizer: torch.optim.Optimizer,
         ranges: Iterable[LengthRange],
         *,
         loss: Loss,
