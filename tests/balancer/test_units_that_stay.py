@@ -155,6 +155,6 @@ def test_every_rank_learns_what_one_of_them_replaced(run_ranks):
             replace_parameter(run)
         with pytest.raises(CannotMoveError, match=r"1\.down\.weight was replaced") as error:
             run.balancer.move((3, 1))
-        assert ("rank 1 of the group" in str(error.value)) == (rank == 0)
+        assert "ranks [1] of the group failed" in str(error.value)
 
     run_ranks(train, 2, timeout_s=30)

@@ -226,12 +226,12 @@ def require_received(
         left: how long to wait for the others where this rank has failed, at least a second; None for the group's time
             limit. It may have waited for as long already, for a rank that will not come to this either.
     """
-    told = [0.0, number] if error is None else [1.0, number, *text_numbers(reason(error))]
+    sent = [0.0, number] if error is None else [1.0, number, *text_numbers(reason(error))]
     try:
         if error is None or left is None:
-            table = meet(*told)
+            table = meet(*sent)
         else:
-            table = within(max(left, _LEAST_WAIT), lambda: meet(*told))
+            table = within(max(left, _LEAST_WAIT), lambda: meet(*sent))
     except TimeoutError:
         raise RuntimeError(f"{_NOTHING_CHANGED}: {reason(error) if error else 'no answer'}") from error
     except RuntimeError as gone:
