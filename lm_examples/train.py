@@ -33,8 +33,8 @@ from lm_examples.pipeline_feed import PipelineFeed
 from lm_examples.switching.feed import StrategyFeed
 from vit_examples.harness.checkpoints import load_checkpoint, save_checkpoint
 from vit_examples.harness.dry_run import show_needs
-from vit_examples.harness.program import agreed, join, leave_together, left_together, run_program
-from vit_examples.harness.run_folder import RunRecord, begin_run, how_to_go_on
+from vit_examples.harness.program import agreed, join, leave_together, left_together, noted_sigterm, run_program
+from vit_examples.harness.run_folder import RunRecord, begin_run, how_to_go_on, say_end
 
 FEEDS: dict[str, type[Feed]] = {"pipeline": PipelineFeed, "strategies": StrategyFeed, "microbatches": MicroBatchFeed}
 
@@ -73,9 +73,9 @@ def prepare(
 
 
 def train(feed: Feed) -> dict[str, Any]:
-    """All steps that are left; returns the summary that rank 0 writes, on every rank that is not released meanwhile."""
+    """All steps that are left; returns the summary that rank 0 writes, empty on a released rank and after SIGTERM."""
     training, output = feed.config.training, feed.config.output
-    with feed.record or nullcontext():
+    with feed.record or nullcontext(), noted_sigterm() as is_noted:
         if feed.record is not None:
             feed.begin()
         while feed.step < training.steps:
@@ -89,8 +89,12 @@ def train(feed: Feed) -> dict[str, Any]:
             is_validated = training.is_validated_after(feed.step)
             if is_validated or feed.step % training.log_every == 0:
                 report(feed, is_validated=is_validated)
-            if output.save_every and feed.step % output.save_every == 0:
+            is_ended = is_noted(feed.process_group)
+            if is_ended or (output.save_every and feed.step % output.save_every == 0):
                 save(feed)
+            if is_ended and feed.step < training.steps:
+                say_end(feed.config, feed.step)
+                return {}
         losses = {"loss": feed.loss, "validation_loss": feed.validation_loss}
         summary = {"steps": feed.step, **feed.summary(), **losses}
         if feed.record is not None:
@@ -116,10 +120,9 @@ def save(feed: Feed) -> None:
     """Write a checkpoint; collective."""
     save_checkpoint(
         feed.config,
-        feed.step,
+        {"step": feed.step},
         {**feed.state(), "balanced": feed.balancer is not None},
         (feed.model, feed.optimizer),
-        unit="step",
         process_group=feed.process_group,
         balancer=feed.balancer,
     )

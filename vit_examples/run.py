@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import zeroresize as zr
@@ -18,7 +19,7 @@ from vit_examples.batches import num_batches
 from vit_examples.config import RunConfig
 from vit_examples.data import Split, load_splits
 from vit_examples.harness.checkpoints import load_checkpoint, save_checkpoint
-from vit_examples.harness.program import agreed
+from vit_examples.harness.program import agreed, of_all_ranks
 from vit_examples.harness.run_folder import RunRecord, begin_run
 from vit_examples.host import Host, host_class
 from vit_examples.step_times import StepClock
@@ -31,8 +32,9 @@ class Run:
     """What :func:`vit_examples.train.train` trains; made by :func:`prepare`.
 
     Attributes:
-        epochs, steps: done; steps are the optimizer's.
+        epochs, steps: done; steps are the optimizer's in those epochs.
         first_step: of this process.
+        losses: of the steps that are done of a further epoch.
         trace: which share of what its host gave it this rank does not compute, at each logged step of the epoch.
         record: on the first rank, None on the others.
         held: keeps other runs out of the output folder; close it when all is written.
@@ -48,6 +50,7 @@ class Run:
     epochs: int = 0
     steps: int = 0
     first_step: int = 0
+    losses: list[torch.Tensor] = field(default_factory=list)
     record: RunRecord | None = None
     trace: list[float] = field(default_factory=list)
     held: ExitStack = field(default_factory=ExitStack)
@@ -72,9 +75,11 @@ class Run:
             "steps": self.steps,
             "seconds": self.clock.by_process,
             "loss_scale": self.host.loss_scale(),
+            "losses": [loss.item() for loss in self.losses],
+            "traces": of_all_ranks(self.trace, self.host.tp_group),
         }
-        tensors = (self.host.model, self.host.optimizer)
-        save_checkpoint(self.config, self.epochs, state, tensors, unit="epoch", balancer=self.balancer)
+        done = {"epoch": self.epochs} | ({"step": self.steps + len(self.losses)} if self.losses else {})
+        save_checkpoint(self.config, done, state, (self.host.model, self.host.optimizer), balancer=self.balancer)
 
 
 def prepare(config: RunConfig, *, resume: bool) -> Run:
@@ -90,23 +95,24 @@ def prepare(config: RunConfig, *, resume: bool) -> Run:
         host = kind(config)
         zr.convert(host.model, process_group=host.tp_group)
         balancer = zr.Balancer(host.model, host.optimizer, config.balance, process_group=host.tp_group)
-        state: dict[str, Any] = {"epochs": 0, "steps": 0, "seconds": []}
+        state: dict[str, Any] = {"epochs": 0, "steps": 0, "seconds": [], "losses": [], "traces": [[]] * num_ranks}
         if resumed is not None:
-            checkpoint, state = resumed
+            checkpoint, state = resumed[0], state | resumed[1]  # older ones are of whole epochs only
             load_checkpoint(checkpoint, (host.model, host.optimizer), balancer=balancer)
             host.set_loss_scale(state["loss_scale"])
-        folder, steps = Path(config.output.folder), state["steps"]
+        folder, steps = Path(config.output.folder), state["steps"] + len(state["losses"])
         balance_log = agreed(lambda: BalanceLog(folder, dist.get_rank(), from_step=steps))
         balancer.on_update = balance_log
         clock = StepClock(host.device, state["seconds"])
-        run = Run(config, host, balancer, train, test, clock, balance_log, state["epochs"], steps, steps)
+        run = Run(config, host, balancer, train, test, clock, balance_log, state["epochs"], state["steps"], steps)
+        run.losses, run.trace = [*torch.tensor(state["losses"], device=host.device)], state["traces"][dist.get_rank()]
         run.record = agreed(
             lambda: RunRecord(
                 config,
                 f"{config.host}, {num_ranks} ranks, balance {config.balance.mode}",
                 num_steps=run.total_steps,
                 num_done=steps,
-                files={"metrics": ("epoch", run.epochs - 1)},
+                files={"metrics": ("step", steps - 1)},
                 first_event=steps,
             ),
             first_only=True,

@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 import signal
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from itertools import islice
+from itertools import chain, islice
 
 # Ctrl-C while torch is imported: end without a traceback
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -26,8 +26,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from vit_examples.batches import test_batches, training_batches
 from vit_examples.config import READER, RunConfig
 from vit_examples.dry_run import dry_run
-from vit_examples.harness.program import left_together, of_all_ranks, run_program
-from vit_examples.harness.run_folder import how_to_go_on
+from vit_examples.harness.program import left_together, noted_sigterm, of_all_ranks, run_program
+from vit_examples.harness.run_folder import how_to_go_on, say_end
 from vit_examples.model import classification_loss, num_correct
 from vit_examples.run import Run, commit_of_code, prepare
 from vit_examples.step_times import timing
@@ -38,23 +38,28 @@ MOST_RANKS_SHOWN = 16
 
 
 def train(run: Run) -> None:
-    """All epochs that are left, and the summary, which rank 0 writes."""
+    """All epochs that are left, unless SIGTERM ends the run, and the summary, which rank 0 writes."""
     config, host = run.config, run.host
     accuracy, commit = math.nan, commit_of_code()  # now: by the end the files may be others
-    with stragglers(run) as set_epoch, run.record or nullcontext():
+    with stragglers(run) as set_epoch, run.record or nullcontext(), noted_sigterm() as is_noted:
         while run.epochs < config.training.epochs:
             set_epoch(run.epochs)
-            loss = train_epoch(run)
+            loss = train_epoch(run, is_noted)
+            if loss is None:
+                run.save()
+                say_end(config, run.steps + len(run.losses))
+                break
             if config.balance.iters_per_epoch is None:
                 run.balancer.epoch_end()
             run.balance_log.epoch(run.balancer)
             accuracy = evaluate(run)
             run.epochs, run.steps = run.epochs + 1, run.steps + run.steps_per_epoch
             report_epoch(run, loss, accuracy)
+            run.losses, run.trace = [], []
             if config.output.save_every and run.epochs % config.output.save_every == 0:
                 run.save()
     run.balance_log.close()
-    if run.record is None:
+    if run.record is None or run.losses:
         return
     summary = {
         **timing(
@@ -74,38 +79,39 @@ def train(run: Run) -> None:
     run.record.close(summary)
 
 
-def train_epoch(run: Run) -> float:
-    """Train on every batch of an epoch; returns the mean loss.
+def train_epoch(run: Run, is_noted: Callable[..., bool]) -> float | None:
+    """Train on every batch of an epoch that is left; returns the epoch's mean loss, None where SIGTERM ends the run.
 
     Logged are one step in ``output.log_every``, and the last: so the times that are logged hold every step.
     """
     training, host, epoch = run.config.training, run.host, run.epochs
-    losses: list[Tensor] = []
     host.model.train()
     batches = training_batches(
         run.train, training.batch_size, seed=training.seed, epoch=epoch, augment=run.config.data.augment
     )
-    run.trace = []
     run.clock.start()
-    for number, (images, labels) in enumerate(islice(batches, run.steps_per_epoch)):
+    for number, (images, labels) in islice(enumerate(batches), len(run.losses), run.steps_per_epoch):
         step = run.steps + number
         lr = learning_rate(run, step)
         host.set_lr(lr)
-        losses.append(backward(run, images, labels))
+        run.losses.append(backward(run, images, labels))
         host.step()
         run.balancer.step()
         run.clock.tick()
         if run.record is not None:
             run.record.step()
-        if (step + 1) % run.config.output.log_every == 0 or number + 1 == run.steps_per_epoch:
+        is_ended = is_noted(host.tp_group)
+        if is_ended or number + 1 == run.steps_per_epoch or (step + 1) % run.config.output.log_every == 0:
             step_s, balance = run.clock.lap(), run.balancer.metrics()
             run.trace.append(balance["balance/relieved"])
             if run.record is not None:
-                numbers = {"loss": losses[-1].item(), "lr": lr, "step_s": step_s, **balance}
+                numbers = {"loss": run.losses[-1].item(), "lr": lr, "step_s": step_s, **balance}
                 place = {"kind": "step", "epoch": epoch, "step": step, "from_step": run.first_step}
                 run.record.write("metrics", {**place, **numbers})
                 run.record.plot(numbers, "train/", step)
-    return torch.stack(losses).mean().item()
+        if is_ended:
+            return None
+    return torch.stack(run.losses).mean().item()
 
 
 def backward(run: Run, images: Tensor, labels: Tensor) -> Tensor:
@@ -140,7 +146,7 @@ def report_epoch(run: Run, loss: float, accuracy: float) -> None:
         return
     ratios = [list(step) for step in zip(*(trace for trace, _ in gathered), strict=True)]
     slow = " ".join(str(rank) for rank, (_, is_straggler) in enumerate(gathered) if is_straggler) or "–"
-    seconds = run.clock.seconds[-run.steps_per_epoch :]
+    seconds = [*chain(*run.clock.by_process)][-run.steps_per_epoch :]
     step_ms, mean_step_ms = 1e3 * statistics.median(seconds), 1e3 * statistics.fmean(seconds)
     numbers = {"loss": loss, "step_ms": step_ms, "mean_step_ms": mean_step_ms, "test_accuracy": accuracy}
     by_rank = list(zip(*ratios, strict=True))[:MOST_RANKS_SHOWN]

@@ -112,7 +112,7 @@ def run_cell(study: Study, cell: Cell) -> None:
     size_before = log.stat().st_size if log.exists() else 0
     with started(command, log, {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}) as process:
         code = process.wait()
-    if code:
+    if code or not (cell.folder / "summary.json").exists():  # ranks that SIGTERM ends have status 0, too
         (cell.folder / "summary.json").unlink(missing_ok=True)  # where only the end of a run failed: it is not finished
         lines = log.read_bytes()[size_before:].decode("utf-8", errors="replace").splitlines()
         # Several ranks name the same mistake: once.

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from vit_examples.config import READER, load_config
-from vit_examples.harness.checkpoints import newest, number_of
+from vit_examples.harness.checkpoints import done_at, newest
 from vit_examples.harness.config_reader import parse_override
 from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import without_effect
@@ -70,7 +70,7 @@ class Cell:
     @property
     def can_go_on(self) -> bool:
         """Whether there is a checkpoint of a run that has epochs left."""
-        return self.checkpoint is not None and number_of(self.checkpoint) < self.epochs
+        return self.checkpoint is not None and done_at(self.checkpoint)["epoch"] < self.epochs
 
     def row(self) -> dict[str, Any] | None:
         """One flat row with the commit, versions and settings that it ran with, if the run is finished.

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from helpers.processes import forked_training
 from lm_examples.cases.dynamic_case import DynamicCase
 from lm_examples.config import READER
 from lm_examples.data import Files
+from lm_examples.feed import Feed
 from lm_examples.layers import summed_loss
 from lm_examples.train import FEEDS, main, prepare, train
 from vit_examples.harness import checkpoints
@@ -173,6 +175,47 @@ def test_no_code_runs_at_resume_and_not_everybody_may_write_to_what_a_run_makes(
     assert not marker.exists() and second.returncode == 2, second.stderr
     assert f"{checkpoint}: cannot be loaded: " in second.stderr and "it names posix.system" in second.stderr
     assert "Traceback" not in second.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["small", "switching_two_ranks", "gpt"])
+def test_sigterm_to_one_rank_saves_and_the_resumed_run_equals_the_uninterrupted_one(tmp_path, config):
+    sizes = [
+        "--set=model={num_blocks: 2, hidden_size: 8, num_heads: 2}",
+        f"--data={SOURCES}",
+        "--set=training.log_every=1",
+    ]
+    given = [f"--config={config}", *sizes, "--steps=6"]
+
+    def get_sigterm():
+        count = Feed.count
+
+        def count_with_sigterm(feed, numbers):
+            count(feed, numbers)
+            if feed.step == 3 and os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        Feed.count = count_with_sigterm
+
+    folders = through, cut = [tmp_path / name for name in ("through", "cut")]
+    for said, folder, before, *more in (
+        ("first", through, lambda: None),
+        ("second", cut, get_sigterm),
+        ("third", cut, lambda: None, "--resume"),
+    ):
+        ended = forked_training([*given, f"--output={folder}", *more], tmp_path / said, before, main)
+        assert ended.returncode == 0, ended.stderr
+        if said == "second":
+            (checkpoint,) = (cut / "checkpoints").iterdir()
+            assert (
+                f"SIGTERM: ended after step 3; the same command with --resume goes on after step 3, from {checkpoint}"
+                in ended.stderr
+            )
+            assert list(losses_of(cut)) == [1, 2, 3] and not (cut / "summary.json").exists()
+    by_run = list(map(losses_of, folders))
+    assert len(by_run[0]) == 6 and by_run[0] == pytest.approx(
+        by_run[1], rel=1e-6
+    )  # costs that are measured anew plan float32 otherwise
 
 
 SWITCHING = {"ranges": [{"up_to": 6, "strategy": [2, 1, 1]}, {"up_to": 24, "strategy": [1, 2, 1]}]}

@@ -3,12 +3,14 @@
 import importlib
 import inspect
 import math
+import os
 import time
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from zeroresize.layers.linear import ColumnParallelLinear, RowParallelLinear
 from zeroresize.pipeline import Pipeline, PipelineBalancer
 from zeroresize.plan.strategy import LengthRange, Strategy
 from zeroresize.strategy import StrategyBalancer, StrategyTrainer
+from zeroresize.utils.checked import checked, integer, real
 
 NAN = float("nan")
 #: Wrong values by kind; of lists also what is wrong of an entry.
@@ -297,6 +300,37 @@ def test_wrong_values_are_refused_with_what_and_where(rank, group):
                     unclear.append(f"{name}({parameter}={value!r}): {text[:200]!r}")
     assert not unclear, f"{len(unclear)} of {tried}:\n" + "\n".join(unclear)
     assert tried >= 250
+
+
+@checked(count=integer(1), limits=real(above=0.0))
+def taken(
+    count: int = 1,
+    limits: Sequence[float] | None = None,
+    path: str | os.PathLike[str] = "",
+    kind: Literal["a", "b"] = "a",
+    bounds: tuple[int, ...] = (),
+) -> Any:
+    return count, limits, path, kind, bounds
+
+
+def test_what_is_sound_is_taken_and_numbers_of_numpy_and_torch_become_plain_ones(tmp_path):
+    assert taken(np.int64(3), np.array([1.0, 2.0]), tmp_path, "b", torch.tensor([0, 4])) == (
+        3,
+        [1.0, 2.0],
+        tmp_path,
+        "b",
+        [0, 4],
+    )
+    count, (limit, _), *_ = taken(2**40, [np.float32(0.5), 2])
+    assert type(count) is int and type(limit) is float and limit == 0.5
+    assert inspect.signature(taken).parameters["limits"].default is None
+    for wrong, text in (
+        ({"limits": [1.0, -1.0]}, r"limits\[1\]=-1.0"),
+        ({"bounds": [0, 1.5]}, "bounds"),
+        ({"path": 3}, "path=3"),
+    ):
+        with pytest.raises(ValueError, match=f"taken: {text}.* is not allowed"):
+            taken(**wrong)
 
 
 def everyone_fails(rank, make):

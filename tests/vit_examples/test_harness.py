@@ -98,7 +98,7 @@ def test_a_checkpoint_goes_on_and_old_ones_go(run_ranks, tmp_path: Path) -> None
         saved, loaded = made(0), made(1)
         (tmp_path / "checkpoints" / "epoch-00000000.tmp").mkdir(parents=True, exist_ok=True)  # as a kill leaves it
         for number in (1, 2, 3):
-            assert save_checkpoint(config, number, state, saved, unit="epoch", process_group=group)
+            assert save_checkpoint(config, {"epoch": number}, state, saved, process_group=group)
         load_checkpoint(tmp_path / "checkpoints" / "epoch-00000003", loaded, process_group=group)
         differ = (saved[0][0].weight - loaded[0][0].weight).abs().max().item()
         names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
@@ -126,7 +126,7 @@ def test_on_a_full_disk_there_is_a_warning_and_no_half_checkpoint(run_ranks, tmp
         model = torch.nn.Linear(100, 100)
         tensors = model, torch.optim.AdamW(model.parameters())
         with files_of_at_most(1000):
-            return save_checkpoint(config, 1, {"layout": {}}, tensors, unit="epoch", process_group=group)
+            return save_checkpoint(config, {"epoch": 1}, {"layout": {}}, tensors, process_group=group)
 
     assert run_ranks(check, 2) == [False, False]
     assert list((tmp_path / "checkpoints").iterdir()) == []

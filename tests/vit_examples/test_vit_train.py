@@ -10,6 +10,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("pyarrow")
 
 import torch
-from helpers.faults import put_into_planner_data, writable_by_all
+from helpers.faults import put_into_planner_data, sigterm_at, writable_by_all
 from helpers.processes import forked_training
 from helpers.runs import refused, write_parquet
 
@@ -49,7 +50,20 @@ def die_in_second_epoch() -> None:
     vit_examples.train.backward = dying_backward
 
 
-#: The same under torchrun.
+def get_sigterm_in_second_epoch() -> None:
+    """On rank 1, in the third step, twice, as from a scheduler and from torchrun."""
+    backward, calls = vit_examples.train.backward, []
+
+    def backward_with_sigterm(*arguments: Any) -> torch.Tensor:
+        calls.append(1)
+        for _ in range(2 if len(calls) == 7 and os.environ["RANK"] == "1" else 0):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return backward(*arguments)
+
+    vit_examples.train.backward = backward_with_sigterm
+
+
+#: Death under torchrun.
 DYING_RUN = f"""
 import os
 from typing import Any
@@ -167,6 +181,57 @@ def test_a_dying_rank_ends_the_job_and_the_resumed_run_equals_the_uninterrupted_
     train(tmp_path / "said", *arguments, "--resume", "--set=timeout_s=500")
     assert losses_of(tmp_path / "run") == losses_of(finished_run(host, pictures, finished_runs))
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps_timed"] == NUM_STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_sigterm_to_one_rank_saves_within_the_epoch_and_the_resumed_run_equals_the_uninterrupted_one(
+    host: str, pictures: Path, finished_runs: dict[str, Path], tmp_path: Path
+) -> None:
+    through, output = finished_run(host, pictures, finished_runs), tmp_path / "run"
+    arguments = micro_arguments(pictures, output, f"host={host}")
+    ended = forked_training(arguments, tmp_path / "ended", get_sigterm_in_second_epoch)
+    assert ended.returncode == 0, ended.stderr
+    checkpoint = output / "checkpoints" / "epoch-00000001-step-00000007"
+    assert (
+        f"SIGTERM: ended after step 7; the same command with --resume goes on after epoch 1, step 7, from {checkpoint}"
+        in ended.stderr
+    )
+    assert newest(output / "checkpoints") == checkpoint and not (output / "summary.json").exists()
+
+    train(tmp_path / "said", *arguments, "--resume")
+    assert losses_of(output) == losses_of(through)
+    by_run = [
+        [{**line, "step_ms": 0, "mean_step_ms": 0} for line in lines_of(run, "epoch")] for run in (output, through)
+    ]
+    assert by_run[0] == by_run[1]
+    assert json.loads((output / "summary.json").read_text())["steps_timed"] == NUM_STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("step", "epoch"), [(4, 0)])  # at an epoch's end, before its evaluation
+def test_sigterm_to_one_rank_ends_all_after_the_same_step_and_the_resumed_run_equals_the_uninterrupted_one(
+    pictures: Path, finished_runs: dict[str, Path], tmp_path: Path, step: int, epoch: int
+) -> None:
+    output = tmp_path / "run"
+    arguments = micro_arguments(pictures, output, "host=torch")
+    ended = forked_training(arguments, tmp_path / "ended", lambda: sigterm_at(step, vit_examples.train, "backward"))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    checkpoint = output / "checkpoints" / f"epoch-{epoch:08}-step-{step:08}"
+    on = f"the same command with --resume goes on after epoch {epoch}, step {step}, from {checkpoint}"
+    assert ended.stderr.count(f"SIGTERM: ended after step {step}; {on}\n") == ended.stderr.count("SIGTERM") == 1
+    assert newest(output / "checkpoints") == checkpoint and not (output / "summary.json").exists()
+    assert [line["step"] for line in lines_of(output, "step")] == list(range(step))
+
+    train(tmp_path / "said", *arguments, "--resume")
+    whole = finished_run("torch", pictures, finished_runs)
+    assert losses_of(output) == losses_of(whole)
+    kept = ("epoch", "step", "loss", "test_accuracy", "ratios")
+    resumed, uninterrupted = (
+        [[line[key] for key in kept] for line in lines_of(run, "epoch")] for run in (output, whole)
+    )
+    assert resumed == uninterrupted
+    assert json.loads((output / "summary.json").read_text())["steps_timed"] == NUM_STEPS
 
 
 @pytest.mark.timeout(300)

@@ -26,7 +26,7 @@ from zeroresize.optim.optimizers import torch_optimizer
 logger = logging.getLogger(__name__)
 
 _STATE = "state.json"
-_NAME = re.compile(r"(?:epoch|step)-(\d+)")
+_NAME = re.compile(r"(?:(?:epoch|step)-\d+|epoch-\d+-step-\d+)")
 
 
 def checkpoint_folder(config: Any) -> Path:
@@ -34,14 +34,20 @@ def checkpoint_folder(config: Any) -> Path:
     return Path(config.output.folder) / "checkpoints"
 
 
-def number_of(checkpoint: Path) -> int:
-    """How many epochs or steps were done when it was written."""
-    return int(checkpoint.name.rpartition("-")[2])
+def done_at(checkpoint: Path) -> dict[str, int]:
+    """How many epochs or steps were done when it was written: within an epoch both, as ``{"epoch": 1, "step": 6}``."""
+    return {unit: int(number) for unit, number in re.findall(r"([a-z]+)-(\d+)", checkpoint.name)}
+
+
+def in_words(done: Mapping[str, int]) -> str:
+    """Such as "epoch 1, step 6"."""
+    return ", ".join(f"{unit} {number}" for unit, number in done.items())
 
 
 def complete(folder: Path) -> list[Path]:
     """The complete checkpoints in a folder, the oldest first."""
-    return sorted((path for path in folder.glob("*") if _NAME.fullmatch(path.name)), key=number_of)
+    checkpoints = (path for path in folder.glob("*") if _NAME.fullmatch(path.name))
+    return sorted(checkpoints, key=lambda path: tuple(done_at(path).values()))
 
 
 def newest(folder: Path) -> Path | None:
@@ -51,11 +57,10 @@ def newest(folder: Path) -> Path | None:
 
 def save_checkpoint(
     config: Any,
-    number: int,
+    done: Mapping[str, int],
     state: Mapping[str, Any],
     tensors: tuple[Any, Any],
     *,
-    unit: str,
     process_group: ProcessGroup | None = None,
     balancer: Any = None,
 ) -> bool:
@@ -64,7 +69,7 @@ def save_checkpoint(
     Where it cannot be written, as on a full disk, the first rank warns, older ones stay, and training can go on.
 
     Args:
-        number: epochs or steps done, by ``unit``, "epoch" or "step".
+        done: epochs or steps, as :func:`done_at` returns them.
         state: what is no tensor, as JSON has it.
         tensors: the model and its optimizer.
         balancer: of tensor parallelism or a pipeline, where there is one.
@@ -73,7 +78,7 @@ def save_checkpoint(
         Whether it was written, on every rank.
     """
     folder = checkpoint_folder(config)
-    final = folder / f"{unit}-{number:08}"
+    final = folder / "-".join(f"{unit}-{number:08}" for unit, number in done.items())
     unfinished = final.with_suffix(".tmp")
 
     def begin() -> None:
@@ -99,8 +104,8 @@ def save_checkpoint(
             kept = newest(folder)
             newest_name = "none" if kept is None else kept.name
             logger.warning(
-                "no checkpoint of %s %d, training goes on without (the newest is %s): %s",
-                unit, number, newest_name, _reason(error),
+                "no checkpoint of %s, training goes on without (the newest is %s): %s",
+                in_words(done), newest_name, _reason(error),
             )  # fmt: skip
         return False
     return True

@@ -1,4 +1,4 @@
-"""What every training program does around its training: the command line, mistakes, interrupts, ranks that agree."""
+"""What every training program does around its training: the command line, mistakes, signals, ranks that agree."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from datetime import timedelta
 from types import FrameType
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from vit_examples.harness.config_reader import ConfigReader
+from zeroresize.comm.collectives import time_limit
 
 _T = TypeVar("_T")
 _TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 #: Ranks that a dry run assumes where nothing says how many.
 _DRY_RANKS = 2
 _MISTAKE, _INTERRUPTED = 2, 128 + signal.SIGINT
-#: torchrun sends a signal on to ranks that have it from the terminal already: the same again within so many seconds.
+#: torchrun sends a signal on to ranks that may have it already (the terminal): the same again within so many seconds.
 _SAME_S = 3.0
 #: A rank whose collective failed because another was interrupted first has its own signal within so many seconds.
 _DELAY_S = 0.3
@@ -128,6 +130,36 @@ def left_together(leave: Callable[[], None] = leave_together) -> Iterator[None]:
     """Call ``leave`` behind a block that has ended well."""
     yield
     leave()
+
+
+@contextmanager
+def noted_sigterm() -> Iterator[Callable[[ProcessGroup], bool]]:
+    """Note SIGTERM, which schedulers send before they kill; another one that comes seconds later kills.
+
+    Yields a collective: whether any rank of a group has noted it. It goes by gloo, so that no GPU is waited for.
+    """
+    noted_at, gloo = list[float](), list[ProcessGroup]()
+
+    def note(signal_number: int, frame: FrameType | None) -> None:
+        noted_at.append(time.monotonic())
+        if noted_at[-1] - noted_at[0] > _SAME_S:
+            signal.signal(signal_number, signal.SIG_DFL)
+            signal.raise_signal(signal_number)
+
+    def is_noted(process_group: ProcessGroup) -> bool:
+        if "cpu:gloo" not in dist.get_backend_config(process_group):  # NCCL alone
+            gloo[:] = gloo or [dist.new_group(backend="gloo", timeout=time_limit(process_group))]
+            process_group = gloo[0]
+        number = torch.tensor(len(noted_at))
+        dist.all_reduce(number, group=process_group)
+        return bool(number)
+
+    before = signal.signal(signal.SIGTERM, note)
+    try:
+        yield is_noted
+    finally:
+        if not noted_at:  # else the same again is not to disturb the end of the process
+            signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

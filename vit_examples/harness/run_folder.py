@@ -19,7 +19,7 @@ from rich.table import Table
 from torch.distributed import ProcessGroup
 from typing_extensions import Self
 
-from vit_examples.harness.checkpoints import checkpoint_folder, newest, number_of, read_state
+from vit_examples.harness.checkpoints import checkpoint_folder, done_at, in_words, newest, read_state
 from vit_examples.harness.config_reader import plain
 from vit_examples.harness.folders import claimed, writable
 from vit_examples.harness.program import agreed, of_all_ranks
@@ -72,8 +72,13 @@ def how_to_go_on(config: Any) -> str:
     checkpoint = newest(checkpoint_folder(config))
     if checkpoint is None:
         return "no checkpoint is written yet (output.save_every); the same command with --resume begins anew"
-    unit = checkpoint.name.partition("-")[0]
-    return f"the same command with --resume goes on after {unit} {number_of(checkpoint)}, from {checkpoint}"
+    return f"the same command with --resume goes on after {in_words(done_at(checkpoint))}, from {checkpoint}"
+
+
+def say_end(config: Any, step: int) -> None:
+    """Say on the first rank that SIGTERM has ended a run, and how to go on."""
+    if dist.get_rank() == 0:
+        logger.warning("SIGTERM: ended after step %d; %s", step, how_to_go_on(config))
 
 
 class RunRecord:

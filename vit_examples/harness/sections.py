@@ -26,7 +26,7 @@ class CommonOutputConfig:
     """What a run leaves behind, under ``folder``.
 
     Attributes:
-        save_every: steps or epochs between two checkpoints; 0 is never.
+        save_every: steps or epochs between two checkpoints; 0 is never, but where SIGTERM ends the run.
         keep: so many newest checkpoints are kept.
         progress: show a progress bar and tables on rank 0.
     """

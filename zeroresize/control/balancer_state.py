@@ -73,8 +73,8 @@ def loaded_state(parts: Parts, state_dict: Any, *, is_collective: bool) -> Balan
         state = _loaded(parts, state_dict)
     except ValueError as error:
         problem = error
-    told = text_numbers("" if problem is None else reason(problem))
-    problems = list(map(text_of, everybody.meet(*told))) if is_collective and everybody is not None else []
+    texts = text_numbers("" if problem is None else reason(problem))
+    problems = list(map(text_of, everybody.meet(*texts))) if is_collective and everybody is not None else []
     if problem is not None:
         raise problem
     if everybody is not None and (unable := [rank for rank, text in enumerate(problems) if text]):

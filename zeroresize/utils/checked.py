@@ -134,9 +134,9 @@ def _fits(value: Any, hint: Any) -> bool:
         return all(_fits(key, arguments[0]) and _fits(each, arguments[1]) for key, each in entries.items())
     if kind is tuple and arguments and Ellipsis not in arguments:
         return len(entries) == len(arguments) and all(map(_fits, entries, arguments))
-    are_alike = arguments[:1] in ((int,), (str,)) and set(map(type, entries)) == {arguments[0]}
-    if issubclass(kind, Sequence) and arguments and not are_alike:
-        return not isinstance(value, str) and all(_fits(each, arguments[0]) for each in entries)
+    if issubclass(kind, Sequence) and arguments and not isinstance(value, str):
+        are_alike = arguments[0] is int and set(map(type, entries)) == {int}  # seen faster than one by one
+        return are_alike or all(_fits(each, arguments[0]) for each in entries)
     return not arguments or not isinstance(value, str)
 
 
