@@ -25,12 +25,12 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 45_200,
-    "package files": 268,
-    "package code lines": 28_920,
-    "tests lines": 40_830,
-    "examples lines": 12_450,
-    "docs lines": 4_285,
+    "package lines": 45_600,
+    "package files": 270,
+    "package code lines": 29_215,
+    "tests lines": 42_010,
+    "examples lines": 12_500,
+    "docs lines": 4_293,
     "tuning constants": 147,
 }
 
