@@ -34,6 +34,8 @@ def stub_training(monkeypatch: pytest.MonkeyPatch, code: int, log: str = "") -> 
     def started(command, log_file, environment):
         with log_file.open("a") as stream:
             stream.write(log)
+        if not code:
+            (log_file.parent / "summary.json").write_text("{}")
         yield SimpleNamespace(wait=lambda: code)
 
     monkeypatch.setattr(study, "started", started)
@@ -148,6 +150,7 @@ def test_a_run_that_was_cut_off_goes_on_from_its_checkpoint_unless_it_had_ended(
     def started(command, log_file, environment):
         log_file.write_text("")
         commands.append(command)
+        finish(cell)
         assert (cell.folder / "checkpoints").exists() == goes_on
         yield SimpleNamespace(wait=lambda: 0)
 
@@ -207,7 +210,7 @@ def test_a_failed_cell_shows_its_mistakes_or_else_the_end_of_its_log(
 
 
 def finish(cell: study.Cell, **numbers: Any) -> None:
-    cell.folder.mkdir(parents=True)
+    cell.folder.mkdir(parents=True, exist_ok=True)
     summary = {"test_accuracy": 0.5, "ranks": 2, "versions": {"torch": "2"}, **numbers}
     (cell.folder / "summary.json").write_text(json.dumps(summary))
     cell.settings_file.write_text(cell.settings)
