@@ -67,7 +67,7 @@ def by_pipeline(schedule, group, layer):
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "adaptive", "evaluation"])
 @pytest.mark.parametrize(
     ("num_ranks", "killed"),
-    [(2, 0), (2, 1), *(pytest.param(4, one, marks=pytest.mark.slow) for one in (0, 1, 3)), (3, 0)],
+    [(2, 0), (2, 1), *(pytest.param(4, killed, marks=pytest.mark.slow) for killed in (0, 1, 3)), (3, 0)],
 )
 def test_a_killed_stage_is_named_by_every_survivor(tmp_path, monkeypatch, schedule, num_ranks, killed):
     monkeypatch.setattr(words, "WAIT_S", 0.4)

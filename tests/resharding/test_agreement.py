@@ -111,7 +111,7 @@ def test_who_has_not_received_everything_is_named_and_waits_no_longer_than_it_ma
     ):
         with pytest.raises(RuntimeError, match=f"{NOTHING}: torn"):
             require_received(ValueError("torn"), meet, left=left)
-    assert [(failed, text_of(told)) for failed, _, *told in heard] == [(1.0, "torn")] * 2
+    assert [(failed, text_of(text)) for failed, _, *text in heard] == [(1.0, "torn")] * 2
 
 
 def test_memory_is_allocated_where_it_fits_and_ranks_on_one_device_share_what_is_free(monkeypatch):

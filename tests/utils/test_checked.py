@@ -48,6 +48,15 @@ def rows(kind, names):
     return dict.fromkeys(names.split(), kind)
 
 
+LINEAR = (
+    rows(COUNT, "in_features out_features")
+    | rows(FLAG, "bias")
+    | rows(SEED, "own_features")
+    | rows((NAN, "2", 1.5), "parts")
+    | rows(CLASS, "process_group dtype")
+    | rows((3.5, NAN, []), "device")
+)
+STYLE = rows(CLASS, "input_layouts output_layouts") | rows(FLAG, "use_local_output") | rows((NAN, "2"), "parts")
 #: Of every public constructor: each of its parameters, with values that are not allowed.
 WRONG = {
     "BalanceConfig": rows(PAPER_TEXT, "mode target priority pruned_update migration_transport")
@@ -66,24 +75,10 @@ WRONG = {
     | rows(FUNCTION, "on_update")
     | rows(ANY, "optimizer"),
     "CheckpointReader": rows(PATH, "path"),
-    "ColumnParallelLinear": rows(COUNT, "in_features out_features")
-    | rows(FLAG, "bias gather_output")
-    | rows(SEED, "own_features")
-    | rows((NAN, "2", 1.5), "parts")
-    | rows(CLASS, "process_group dtype")
-    | rows((3.5, NAN, []), "device"),
-    "RowParallelLinear": rows(COUNT, "in_features out_features")
-    | rows(FLAG, "bias input_is_parallel")
-    | rows(SEED, "own_features")
-    | rows((NAN, "2", 1.5), "parts")
-    | rows(CLASS, "process_group dtype")
-    | rows((3.5, NAN, []), "device"),
-    "ColwiseParallel": rows(CLASS, "input_layouts output_layouts")
-    | rows(FLAG, "use_local_output")
-    | rows((NAN, "2"), "parts"),
-    "RowwiseParallel": rows(CLASS, "input_layouts output_layouts")
-    | rows(FLAG, "use_local_output")
-    | rows((NAN, "2"), "parts"),
+    "ColumnParallelLinear": LINEAR | rows(FLAG, "gather_output"),
+    "RowParallelLinear": LINEAR | rows(FLAG, "input_is_parallel"),
+    "ColwiseParallel": STYLE,
+    "RowwiseParallel": STYLE,
     "GradScaler": rows(TEXT, "device") | rows(CLASS, "process_group") | rows(ANY, "options"),
     "JsonLinesTelemetry": rows(PATH, "path") | rows(SEED, "from_step"),
     "TensorBoardTelemetry": rows(PATH, "folder") | rows(SEED, "from_step"),

@@ -16,13 +16,14 @@ from zeroresize.policy.microbatches.replanned_costs import PlannedModel, Replann
 from zeroresize.policy.moves.rental import MIN_SAVING
 from zeroresize.policy.strategy.stragglers.decision import TOLERANCE, StrategyProposal
 from zeroresize.resharding.agreement import agreed, meet_over
-from zeroresize.strategy.straggler_balancing import SHARES, StragglerBalancing, tell_trainer
+from zeroresize.strategy.step_trainer import tell_ranks
+from zeroresize.strategy.straggler_balancing import SHARES, StragglerBalancing
 from zeroresize.telemetry import ChangeRecord
 from zeroresize.utils.checked import checked, real
 from zeroresize.utils.hashing import digest
 
 
-@checked(tell=tell_trainer, **SHARES, optimizer_ratio=real(least=0.0))
+@checked(tell=lambda given, error: tell_ranks(given["trainer"].model, error), **SHARES, optimizer_ratio=real(least=0.0))
 class MicroBatchBalancer(StragglerBalancing[IterationPlan]):
     """Gives slow replicas fewer samples and slow stages fewer layers, and takes both back, when that pays::
 

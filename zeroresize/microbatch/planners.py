@@ -171,7 +171,6 @@ class RunPlanners:
             RuntimeError: if that is so on another rank, or one does not come; on all ranks that live.
         """
         planners, series = self._planners, self._store.new_series()
-
         restart = partial(planners.restart, planner, series, first) if planners else lambda: None
         agreed(self._meet, restart, what="the planners of a run")
         self.planner, self._progress, self._series = planner, first, series

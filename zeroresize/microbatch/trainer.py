@@ -22,7 +22,7 @@ from zeroresize.runtime.activations import Batch, BatchOf
 from zeroresize.runtime.counted_loss import Count, Loss, total_count
 from zeroresize.runtime.stage import seed_of
 from zeroresize.strategy.model import SwitchableModel
-from zeroresize.strategy.step_trainer import TRAINER_LIMITS, StepTrainer, require_ready_to_train, tell_model
+from zeroresize.strategy.step_trainer import TRAINER_LIMITS, StepTrainer, require_ready_to_train, tell_ranks
 from zeroresize.strategy.switching.switcher import by_one_thread
 from zeroresize.utils.checked import checked
 from zeroresize.utils.hashing import fingerprint
@@ -79,7 +79,7 @@ class IterationReport:
     is_skipped: bool
 
 
-@checked(tell=tell_model, **TRAINER_LIMITS)
+@checked(tell=lambda given, error: tell_ranks(given["model"], error), **TRAINER_LIMITS)
 class MicroBatchTrainer(StepTrainer):
     """Makes one optimizer step a mini-batch, in the micro-batches and the order that were planned for it.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -28,13 +28,13 @@ from zeroresize.utils.checked import Limit, real
 logger = logging.getLogger(__name__)
 
 
-#: What is allowed for trainers besides the kinds of values, and how other ranks hear of what is not.
+#: What is allowed for trainers besides the kinds of values.
 TRAINER_LIMITS: dict[str, Limit] = {"grad_clip": real(least=0.0)}
 
 
-def tell_model(given: Mapping[str, Any], error: ValueError) -> None:
-    """Let the ranks of the model that a trainer was given fail, too."""
-    let_others_know(given["model"].process_group, given["model"].device, error)
+def tell_ranks(model: SwitchableModel, error: ValueError) -> None:
+    """Let the other ranks of a model fail, too, where this one's trainer or balancer was given what is not allowed."""
+    let_others_know(model.process_group, model.device, error)
 
 
 class StepTrainer:

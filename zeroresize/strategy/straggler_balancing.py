@@ -35,7 +35,7 @@ from zeroresize.policy.strategy.stragglers.decision import (
 from zeroresize.policy.strategy.stragglers.rank_speeds import RankSpeeds, SampleCadence
 from zeroresize.resharding.agreement import NotEnoughMemoryError, agreed, meet_over
 from zeroresize.strategy.model import SwitchableModel
-from zeroresize.strategy.step_trainer import StepTrainer, tell_model
+from zeroresize.strategy.step_trainer import StepTrainer
 from zeroresize.telemetry import ChangeRecord
 from zeroresize.utils.checked import Limit, real
 from zeroresize.utils.codec import loaded, saved
@@ -75,13 +75,8 @@ class _State:
     decision: StragglerState
 
 
-#: What is allowed for balancers besides the kinds of values, and how other ranks hear of what is not.
+#: What is allowed for balancers besides the kinds of values.
 SHARES: dict[str, Limit] = dict.fromkeys(("tolerance", "min_saving"), real(least=0.0, below=1.0))
-
-
-def tell_trainer(given: Mapping[str, Any], error: ValueError) -> None:
-    """Let the ranks of the trainer that a balancer was given fail, too."""
-    tell_model({"model": given["trainer"].model}, error)
 
 
 class StragglerBalancing(Pausable, ABC, Generic[Step]):

@@ -16,13 +16,14 @@ from zeroresize.policy.moves.rental import MIN_SAVING
 from zeroresize.policy.strategy.costs.cost_model import CostModel
 from zeroresize.policy.strategy.stragglers.candidates import StragglerCosts
 from zeroresize.policy.strategy.stragglers.decision import TOLERANCE, StrategyProposal
-from zeroresize.strategy.straggler_balancing import SHARES, ChangeRecord, StragglerBalancing, tell_trainer
+from zeroresize.strategy.step_trainer import tell_ranks
+from zeroresize.strategy.straggler_balancing import SHARES, ChangeRecord, StragglerBalancing
 from zeroresize.strategy.trainer import StepReport, StrategyTrainer
 from zeroresize.utils.checked import checked, real
 from zeroresize.utils.hashing import digest
 
 
-@checked(tell=tell_trainer, **SHARES, limit_bytes=real(above=0.0))
+@checked(tell=lambda given, error: tell_ranks(given["trainer"].model, error), **SHARES, limit_bytes=real(above=0.0))
 class StrategyBalancer(StragglerBalancing[list[int]]):
     """Changes a trainer's strategies where ranks are slow, and back, when that saves more than the switch takes::
 

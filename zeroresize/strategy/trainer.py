@@ -21,7 +21,7 @@ from zeroresize.runtime.instructions import instructions_of
 from zeroresize.runtime.stage import seed_of
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed, digest_of, require_sequences
-from zeroresize.strategy.step_trainer import TRAINER_LIMITS, StepTrainer, require_ready_to_train, tell_model
+from zeroresize.strategy.step_trainer import TRAINER_LIMITS, StepTrainer, require_ready_to_train, tell_ranks
 from zeroresize.strategy.switching.switch import SwitchReport
 from zeroresize.strategy.switching.switcher import by_one_thread
 from zeroresize.utils.checked import checked, integer
@@ -82,7 +82,7 @@ class StepReport:
     is_skipped: bool = False
 
 
-@checked(tell=tell_model, **TRAINER_LIMITS, max_tokens=integer(1))
+@checked(tell=lambda given, error: tell_ranks(given["model"], error), **TRAINER_LIMITS, max_tokens=integer(1))
 class StrategyTrainer(StepTrainer):
     """Trains sequences of each range of lengths under the range's strategy, and steps the optimizer once for all.
 

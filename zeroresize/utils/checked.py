@@ -89,16 +89,16 @@ def checked(*, tell: Tell | None = None, **limits: Limit) -> Callable[[_Callable
 
 def _checked(name: str, value: Any, hint: Any, limit: Limit | None) -> Any:
     """The value, or what it holds as plain numbers and lists where it is numpy's or torch's and those are wanted."""
-    if not _fits(value, hint) and _fits(plain := _plain(value), hint):
-        value = plain
-    elif not _fits(value, hint):
-        is_plain = isinstance(value, str | Number | list | tuple | dict | None)
-        shown = textwrap.shorten(repr(value) if is_plain else _name_of(value), 80, placeholder=" …")
-        raise ValueError(f"{name}={shown} is not allowed: {_described(hint)} is needed")
+    if not _fits(value, hint):
+        value, given = _plain(value), value
+        if not _fits(value, hint):
+            is_plain = isinstance(given, str | Number | list | tuple | dict | None)
+            shown = textwrap.shorten(repr(given) if is_plain else _name_of(given), 80, placeholder=" …")
+            raise ValueError(f"{name}={shown} is not allowed: {_described(hint)} is needed")
     if limit is not None and value is not None:
         is_row = isinstance(value, Sequence) and not isinstance(value, str)
-        for number, each in enumerate(value if is_row else [value]):
-            limit(f"{name}[{number}]" if is_row else name, each)
+        for place, each in enumerate(value if is_row else [value]):
+            limit(f"{name}[{place}]" if is_row else name, each)
     return value
 
 
@@ -112,13 +112,18 @@ def _name_of(value: Any) -> str:
     return getattr(value, "__qualname__", type(value).__name__)
 
 
+def _kind_of(hint: Any) -> Any:
+    """The class that a hint names, without its arguments; of a type variable its bound."""
+    return type(None) if hint is None else typing.get_origin(hint) or getattr(hint, "__bound__", None) or hint
+
+
 def _fits(value: Any, hint: Any) -> bool:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, each) for each in arguments)
     if origin is Literal:
         return any(type(value) is type(each) and value == each for each in arguments)
-    kind: Any = type(None) if hint is None else origin or getattr(hint, "__bound__", None) or hint
+    kind = _kind_of(hint)
     entries: Any = value
     if kind in (int, float):
         return isinstance(entries, int if kind is int else int | float) and type(value) is not bool and value == value
@@ -149,7 +154,7 @@ def _described(hint: Any) -> str:
         return " or ".join(dict.fromkeys(map(_described, arguments)))
     if origin is Literal:
         return " or ".join(map(repr, arguments))
-    kind: Any = type(None) if hint is None else origin or getattr(hint, "__bound__", None) or hint
+    kind = _kind_of(hint)
     if kind is Callable:
         return "a function"
     entries = ", ".join(_described(each) for each in arguments if each is not Ellipsis)
