@@ -91,5 +91,5 @@ def test_a_killed_stage_is_named_by_every_survivor(tmp_path, monkeypatch, schedu
     assert sorted(texts) == [rank for rank in range(num_ranks) if rank != killed]
     for rank, text in texts.items():
         named = f"rank {killed}: busy, stopped or dead"
-        assert named in text and f"rank {rank}: a step of a pipeline: " in text, (rank, text)
+        assert named in text and f"rank {rank}: in the pipeline: " in text, (rank, text)
         assert abs(rank - killed) == 1 or f"ranks [{killed}] failed" in text, (rank, text)  # as its neighbours say

@@ -13,6 +13,7 @@ from helpers.pipelines import Limited, assert_same, batch, held, pipeline_of
 from helpers.processes import told_by_survivors
 from torch import nn
 
+from zeroresize.comm.words import WAIT_S
 from zeroresize.pipeline import move_layers, moving_during_backward, moving_layers
 from zeroresize.pipeline.layer_contents import TensorNote
 from zeroresize.pipeline.layer_move import FinishedLayers
@@ -68,7 +69,7 @@ def test_a_rank_that_stops_in_the_block_is_waited_for_once(tmp_path, stopped):
     def check(rank, group):
         training = Training(group)
         with (
-            training.fails(within_s=1.6 * training.limit_s) as texts,
+            training.fails(within_s=1.6 * training.limit_s + WAIT_S) as texts,
             moving_during_backward(training.pipeline, THERE[3], optimizer=training.optimizer),
         ):
             if rank == stopped:

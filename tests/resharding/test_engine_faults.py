@@ -13,6 +13,7 @@ import torch
 from helpers.moves import KINDS
 from helpers.processes import dying, for_each, send_half, told_by_survivors
 
+from zeroresize.comm import words
 from zeroresize.resharding import agreement, transaction, transport
 from zeroresize.resharding.agreement import NotEnoughMemoryError
 
@@ -83,7 +84,7 @@ def stops_and_is_waited_for(tmp_path, kind, when, *, limit_s):
     def check(rank, group):
         moving = KINDS[kind](group, limit_s)
         if rank != 1:
-            return moving.fails(moving.move, within_s=1.6 * limit_s)
+            return moving.fails(moving.move, within_s=1.6 * limit_s + words.WAIT_S)
         interrupt(moving, when, lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
         moving.move()
         return "did not stop"

@@ -337,7 +337,7 @@ def begin_pipeline(process_group: ProcessGroup) -> None:
     """Let errors of a pipeline's messages tell what each stage was doing; to be called before every step."""
     if process_group not in _of_pipelines:  # the number of the group is the same on all of its ranks
         rendezvous = Rendezvous(process_group, f"run a pipeline over {process_group.group_name}", number=0)
-        _of_pipelines[process_group] = words = Words(rendezvous, "a step of a pipeline")
+        _of_pipelines[process_group] = words = Words(rendezvous, "in the pipeline")
         words.close()  # its thread, as no wait is warned of
         explain(process_group, words)
     _of_pipelines[process_group].withdraw()
