@@ -335,7 +335,7 @@ def test_wrong_arguments_are_said_on_every_rank(run_ranks):
     for update_every, tolerance, optimizer in run_ranks(run, 2, timeout_s=30):
         assert update_every.startswith("watch: update_every=0 is not allowed")
         assert tolerance.startswith("watch: tolerance=-1.0 is not allowed")
-        assert optimizer.startswith("optimizer=str is no torch.optim.Optimizer")
+        assert optimizer.startswith("watch: optimizer=str is no torch.optim.Optimizer")
 
 
 def test_alone_there_is_nothing_to_watch():

@@ -28,8 +28,20 @@ logger = logging.getLogger(__name__)
 _MOST_TOLERANCE = 10.0
 
 
+def _heard(name: str, optimizer: Any) -> None:
+    """Check that the steps of an optimizer can be heard."""
+    try:
+        torch_optimizer(optimizer)
+    except ValueError:
+        raise ValueError(
+            f"{name}={type(optimizer).__name__} is no torch.optim.Optimizer and has none as its .optim, so its steps "
+            "cannot be heard: leave it out, and call step() of the watch after each"
+        ) from None
+
+
 @checked(
     tell=lambda given, error: let_others_fail(require_group(given["process_group"] or dist.group.WORLD), error),
+    optimizer=_heard,
     update_every=integer(1),
     tolerance=real(above=0.0, below=_MOST_TOLERANCE),
 )
@@ -59,19 +71,7 @@ def watch(
         ValueError: for arguments of another kind, a group without this rank, or ranks that do not agree on them.
         RuntimeError: if not all ranks come within the time limit of their process group.
     """
-    group = _group_of(process_group)
-    try:
-        if optimizer is not None:
-            torch_optimizer(optimizer)
-    except ValueError:
-        described = ValueError(
-            f"optimizer={type(optimizer).__name__} is no torch.optim.Optimizer and has none as its .optim, so its "
-            "steps cannot be heard: leave it out, and call step() of the watch after each"
-        )
-        if group is not None and group_size(group) > 1:
-            let_others_fail(group, described)
-        raise described from None
-    return Watch(model, optimizer, group, update_every, tolerance)
+    return Watch(model, optimizer, _group_of(process_group), update_every, tolerance)
 
 
 class Watch:
