@@ -106,10 +106,8 @@ def find_cut_packed_weights(model: nn.Module, recorder: Recorder, ranks: Ranks) 
         by = next((by for block, by in blocks.items() if len(parts) < 2 or not _is_part(block, blocks, ends)), None)
         if by is not None:
             how = f"was cut as parts={parts}" if len(parts) > 1 else "was cut as a whole"
-            wrong[name] = (
-                by,
-                f"{by}() cuts what it returns into other blocks than a rank holds of its weight, which {how}",
-            )
+            what = f"{by}() cuts what it returns into other blocks than a rank holds of its weight, which {how}"
+            wrong[name] = by, what
     return [
         finding(PACKED, what, parameter=f"{name}.weight", operation=by)
         for name, (by, what) in ranks.share(wrong)[0].items()

@@ -58,11 +58,7 @@ class Group:
 
 
 def join_group(setup: Setup, attached: ExitStack) -> Group:
-    """Agree with the other ranks on what is balanced, and on who owns which units; collective.
-
-    Raises:
-        ValueError: if the ranks do not agree, or are no whole replicas; as :func:`_agree_on_units`.
-    """
+    """Agree with the other ranks on what is balanced and who owns which units; collective, ValueError otherwise."""
     if setup.num_ranks == 1:
         return Group()
     keys = DropoutKeys(setup)
@@ -98,14 +94,9 @@ def _agreement(setup: Setup) -> dict[str, str | list[str]]:
 
 
 def _agree_on_units(setup: Setup, meet: Meet, replicas: DataParallelReplicas, memory: MemoryWatch | None) -> OwnedUnits:
-    """Agree with the other ranks on who owns which units, and divide them; collective.
+    """Agree with the other ranks on who owns which units, and divide them; collective, ValueError where that fails.
 
-    They are divided by ``config.shares``, or where these are even by the ranks' memory; not where ``convert`` was told
-    how.
-
-    Raises:
-        ValueError: if the ranks do not agree, ``config.shares`` is no division of the units, or they do not fit into
-            the ranks' memory.
+    It is done by ``config.shares``, or where these are even by the ranks' memory; not where ``convert`` was told how.
     """
     units = OwnedUnits(setup.model, setup.layers, setup.optimizer, setup.process_group, meet=meet, replicas=replicas)
     units.agree()
@@ -126,11 +117,7 @@ def _agree_on_units(setup: Setup, meet: Meet, replicas: DataParallelReplicas, me
 
 
 def _require_room(units: OwnedUnits, memory: GroupMemory, *, may_divide: bool) -> None:
-    """Leave every rank room for activations, unless the user has said how to divide the units; collective.
-
-    Raises:
-        ValueError: if what a rank would hold does not fit.
-    """
+    """Leave ranks room for activations, unless the user divided the units; collective, ValueError if none is left."""
     shares = memory.at_start if may_divide and units.why_not_divisible is None else units.shares
     if (why := memory.why_too_much(shares)) is not None:
         if units.why_not_divisible is not None:

@@ -32,19 +32,12 @@ _CURVES = ("ratios", "gemm_share", "gather_fill_s")
 
 @dataclass(frozen=True)
 class RankNumbers:
-    """Describe what a rank tells the others at an update.
+    """Describe what a rank tells the others at an update."""
 
-    Attributes:
-        fingerprint: of all that it has decided.
-        wait_s: seconds a step that it waited in collectives; NaN where none was measured.
-        held: what it holds; 0 where that is not watched.
-        times: at full work; NaN before any were measured.
-    """
-
-    fingerprint: float
-    wait_s: float
-    held: HeldBytes
-    times: RankTimes
+    fingerprint: float  # of all that it has decided
+    wait_s: float  # seconds a step that it waited in collectives; NaN where none was measured
+    held: HeldBytes  # what it holds; 0 where that is not watched
+    times: RankTimes  # at full work; NaN before any were measured
 
     def to_row(self) -> list[float]:
         """Return the numbers as they are sent, as many from each rank."""

@@ -66,10 +66,9 @@ class Mover:
         if not self.needs_calibration or group.exchange is None or not monitor.is_step_of_training:
             return
         self.needs_calibration = False
-        setup, config = self._setup, self._config
-        migration = calibrate_group(
-            setup.layers, setup.process_group, config, monitor, decider.migration, group.exchange.meet
-        )
+        config, layers, meet = self._config, self._setup.layers, group.exchange.meet
+        of_pruning = monitor.is_calibrated, monitor.calibrate
+        migration = calibrate_group(layers, self._setup.process_group, config, *of_pruning, decider.migration, meet)
         decides_for_replicas = config.mode in MOVABLE_MODES and group.everybody is not group.exchange
         if migration is not None and decides_for_replicas and group.everybody is not None:  # which measured their own
             costs_of_replicas = group.everybody.gather(dataclasses.astuple(migration))
@@ -87,7 +86,8 @@ class Mover:
         if is_update:
             self.follow(num_steps)
         self.install()
-        self.plans.send_weights()
+        if self.lender is not None:
+            self.lender.send_weights()
         if self.units is not None:
             self.units.guard_new_state()
 

@@ -108,16 +108,11 @@ class Observer:
             self._start_check.after_update(num_steps)
 
     @property
-    def times(self) -> RankTimes | None:
-        """Return this rank's times at full work; None before any were measured."""
-        return self.monitor.times
-
-    @property
     def numbers(self) -> RankNumbers:
         """Return what this rank tells the others at an update."""
         unknown = RankTimes(math.nan, math.nan, math.nan, self.monitor.cost, math.nan)
         held = self._memory.held() if self._memory is not None else HeldBytes(0.0, 0.0)
-        return RankNumbers(math.nan, self.monitor.wait_s, held, self.times or unknown)
+        return RankNumbers(math.nan, self.monitor.wait_s, held, self.monitor.times or unknown)
 
     @property
     def why_units_stay(self) -> str | None:

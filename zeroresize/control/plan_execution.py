@@ -100,11 +100,6 @@ class PlanExecution:
         self._in_force = None
         self._write(Relief())
 
-    def send_weights(self) -> None:
-        """Send the lent columns of all weights, as they are from now until the next optimizer step."""
-        if self._lender is not None:
-            self._lender.send_weights()
-
     def begin_step(self) -> None:
         """Begin an iteration under what is installed."""
         self.shares_of_step = self._next_shares

@@ -15,7 +15,7 @@ _RECORDED_METRICS = ("ratio", "busy_s", "gemm_s", "predicted_step_s", "bound_s",
 
 def update_record(parts: Parts, num_steps: int) -> UpdateRecord:
     """Return this rank's numbers after ``num_steps`` steps."""
-    times, decider, in_force = parts.observer.times, parts.decider, parts.mover.plans
+    times, decider, in_force = parts.observer.monitor.times, parts.decider, parts.mover.plans
     plan, units, bounds, rank = decider.plan, parts.group.units, decider.controller.bounds, parts.setup.rank
     moves = units.moves if units is not None else []
     return UpdateRecord(
@@ -54,7 +54,7 @@ def update_record(parts: Parts, num_steps: int) -> UpdateRecord:
 def metrics(parts: Parts, num_steps: int) -> dict[str, float]:
     """Return what :meth:`zeroresize.balancer.Balancer.metrics` tells."""
     record, observer, mover, units = update_record(parts, num_steps), parts.observer, parts.mover, parts.group.units
-    times, memory = observer.times, parts.decider.memory
+    times, memory = observer.monitor.times, parts.decider.memory
     executed = mover.plans.shares_of_last_step or mover.plans.shares_of_step
     numbers = {name: float(getattr(record, name)) for name in (*_RECORDED_METRICS, "is_straggler")} | {
         **{f"{name}_share": share for name, share in asdict(executed).items()},

@@ -132,9 +132,8 @@ def _whole_numbers(inputs: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str
     """Tensors of integers and flags among inputs, by name; none that only stand for others, as while tracing."""
     for name, value in inputs.items():
         if isinstance(value, Mapping | list | tuple):
-            yield from _whole_numbers(
-                value if isinstance(value, Mapping) else dict(enumerate(value)), f"{prefix}{name} "
-            )
+            inner = value if isinstance(value, Mapping) else dict(enumerate(value))
+            yield from _whole_numbers(inner, f"{prefix}{name} ")
         elif type(value) is Tensor and not (value.is_floating_point() or value.is_complex() or value.is_meta):
             yield f"{prefix}{name}", value
 

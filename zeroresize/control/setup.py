@@ -96,11 +96,7 @@ def checked_setup(
     process_group: ProcessGroup | DeviceMesh | None,
     data_parallel_group: ProcessGroup | DeviceMesh | None,
 ) -> Setup:
-    """Convert the model if it was not converted, and check all that needs no other rank.
-
-    Raises:
-        ValueError: as :class:`~zeroresize.balancer.Balancer` tells.
-    """
+    """Convert the model if it was not converted, and check all that needs no other rank; ValueError as a balancer's."""
     process_group = group_of(model, process_group)
     replicas_group: ProcessGroup | None = as_process_group(data_parallel_group)
     config.validate_group_size(group_size(process_group))
@@ -166,11 +162,7 @@ def warn_of_layers_that_stay(setup: Setup) -> None:
 
 
 def _check_weights(layers: Layers, config: BalanceConfig) -> None:
-    """Check that the layers' weights are what ``config`` needs: something may have been put on them after converting.
-
-    Raises:
-        ValueError: naming the layer, what was found, and what is allowed.
-    """
+    """Check that the layers' weights are what ``config`` needs: something may have been put on them since."""
     needs_whole_weights = config.mode in (*PRIORITY_MODES, *MIGRATING_MODES) or config.pruned_update == "freeze"
     needs_own_parameter = (
         config.mode in ("mig", "semi")  # "exact" can do without lending
@@ -250,11 +242,7 @@ def _check_layers(
 
 
 def check_data_parallelism(model: nn.Module, layers: Layers, process_group: ProcessGroup) -> None:
-    """Check that no DistributedDataParallel around ``layers`` averages over ranks that hold different shards.
-
-    Raises:
-        ValueError: naming the ranks that it averages over.
-    """
+    """Check that no DistributedDataParallel around ``layers`` averages over ranks that hold different shards."""
     around = [*model.modules(), running_ddp()]
     for module in around:
         if not isinstance(module, DistributedDataParallel):

@@ -206,10 +206,7 @@ class StartCheck:
             self.why_units_stay = (
                 f"activations that all ranks of the group should have alike differ between them: {first_of(names)}"
             )
-            self._warn(
-                "inputs",
-                f"{self.why_units_stay}. No unit leaves its home. {_DRAW_ALIKE}; {HINT}",
-            )
+            self._warn("inputs", f"{self.why_units_stay}. No unit leaves its home. {_DRAW_ALIKE}; {HINT}")
 
     def _judge(self, difference: str, is_certain: bool, only_warns: bool = False) -> None:
         """Raise an error; or warn, where dropout that is drawn otherwise on each rank, as in some hosts, may be why."""

@@ -188,11 +188,9 @@ def _why_left_alone(module: Any) -> str | None:
 
 #: What ``convert`` asks of Colossal-AI's layers.
 _adapter = SwappedClasses(_BALANCED_CLASSES, _why_left_alone)
-is_parallel_linear, why_left_alone, swap_layer = (
-    _adapter.is_parallel_linear,
-    _adapter.why_left_alone,
-    _adapter.swap_layer,
-)
+is_parallel_linear = _adapter.is_parallel_linear
+why_left_alone = _adapter.why_left_alone
+swap_layer = _adapter.swap_layer
 
 
 def balanced_policy(policy_class: type) -> type:
@@ -207,9 +205,8 @@ def balanced_policy(policy_class: type) -> type:
             descriptions = super().module_policy()
             for description in descriptions.values():
                 for replacement in description.sub_module_replacement or ():
-                    replacement.target_module = _BALANCED_CLASSES.get(
-                        replacement.target_module, replacement.target_module
-                    )
+                    target = replacement.target_module
+                    replacement.target_module = _BALANCED_CLASSES.get(target, target)
             return descriptions
 
     BalancedPolicy.__name__ = BalancedPolicy.__qualname__ = f"Balanced{policy_class.__name__}"

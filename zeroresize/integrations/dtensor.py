@@ -110,12 +110,9 @@ def _mesh_of(module: nn.Module) -> DeviceMesh | None:
         remembered = remembered_by(function)
         mesh = remembered.get("device_mesh", remembered.get("mesh"))
         if isinstance(mesh, DeviceMesh):
-            return mesh if mesh.ndim == 1 else _tp_of(mesh)
+            has_tp = "tp" in (mesh.mesh_dim_names or ())
+            return mesh if mesh.ndim == 1 else mesh["tp"] if has_tp else None
     return None
-
-
-def _tp_of(mesh: DeviceMesh) -> DeviceMesh | None:
-    return mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else None
 
 
 def _style(module: Any) -> _Style:

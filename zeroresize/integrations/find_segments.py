@@ -195,10 +195,7 @@ class _Search:
             self._reasons.pop(name, None)
 
     def _owned(self, segment: Segment, columns: Sequence[str], row: str) -> OwnedSegment:
-        unit_size = segment.unit_size
-        if unit_size < 1:
-            raise StaysEven(f"unit_size={unit_size}: it must be at least 1")
-        num_inputs = self._layers[row].even_shape[1]
+        unit_size, num_inputs = segment.unit_size, self._layers[row].even_shape[1]
         num_here, left = divmod(num_inputs, unit_size)
         num_units = num_here * self._num_ranks
         if left or not num_here:
@@ -210,7 +207,7 @@ class _Search:
         tensors = [each for name in columns for each in self._tensors(name, self._rows(name, segment, num_units))]
         if len(self._layers[row].parts or ()) > 1:
             raise StaysEven(f"{row} reads several parts, parts={self._layers[row].parts}")
-        if not 0 <= segment.min_units <= num_here:
+        if segment.min_units > num_here:
             raise StaysEven(f"min_units={segment.min_units}: allowed are 0 to {num_here}, what a rank has")
         # torch's clipping by the largest element is an error on a rank whose part of a DTensor is empty.
         least = max(segment.min_units, int(any(self._layers[name].has_dtensors for name in names)))

@@ -97,8 +97,6 @@ def require_sound(
 def _require_whole_heads(segment: Segment, rows: Mapping[str, int], size_there: int | None, place: str) -> None:
     size, where = segment.head_size, "head_size"
     *columns, _row = rows
-    if size is not None and (type(size) is not int or size < 1):
-        raise StaysEven(f"head_size={size!r} is not allowed: wanted is a whole number of features, at least 1")
     if size is None and (segment.unit_size > 1 or segment.kind != "neurons"):
         size, where = size_there, place
     if size is None and segment.unit_size > 1 and {rows[name] for name in columns} != {segment.unit_size}:

@@ -46,17 +46,11 @@ class FromOutside(NotProven):
 
 @dataclass(frozen=True)
 class TracedSegment:
-    """Names what a row-parallel layer's input follows from.
+    """Says what a row-parallel layer's input follows from."""
 
-    Attributes:
-        columns: maps the column-parallel layers to how many blocks each of them holds.
-        dropouts: are dropout modules between, which are called nowhere else in the forward.
-        has_other_dropout: tells whether another dropout lies between.
-    """
-
-    columns: dict[BalancedLinear, int]
-    dropouts: tuple[nn.Module, ...]
-    has_other_dropout: bool
+    columns: dict[BalancedLinear, int]  # the column-parallel layers, with how many blocks each of them holds
+    dropouts: tuple[nn.Module, ...]  # dropout modules between, which are called nowhere else in the forward
+    has_other_dropout: bool  # whether another dropout lies between
 
 
 def traced_segment(module: nn.Module, name: str, row: Any) -> TracedSegment:

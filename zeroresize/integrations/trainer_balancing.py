@@ -61,10 +61,6 @@ class TrainerBalancing:
         if not self.present_balancer.config.iters_per_epoch:
             self.present_balancer.epoch_end()
 
-    def _go_home(self) -> None:
-        """Have all units at home until ``_visit`` is closed, as whatever else is called does."""
-        self._visit.enter_context(self.present_balancer.at_home())
-
     def _end(self) -> None:
         """Stop balancing, with all units at home."""
         self._visit.close()

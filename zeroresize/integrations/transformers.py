@@ -120,7 +120,7 @@ class BalanceCallback(TrainerBalancing, TrainerCallback):
     def _go_home_if_needed(self, control: Any) -> None:
         """Be at home while the Trainer saves, or loads its best model after the last step."""
         if control.should_save or control.should_training_stop:
-            self._go_home()
+            self._visit.enter_context(self.present_balancer.at_home())
 
 
 def _divide_whole_tensors(model: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -7,19 +7,9 @@ A *product* is one of y = x wᵀ, dx = dy w and dw = dyᵀ x as a layer carries 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from torch import Tensor
-
-
-class Gemm(Protocol):
-    """The call by which a kernel must multiply, so that probes see it."""
-
-    def __call__(self, multiply: Callable[..., Tensor], *operands: Any) -> Tensor:
-        """Carry out ``multiply(*operands)``, the matrix multiplication inside a product."""
-
-    def whole(self, kernel: Callable[..., Tensor], *operands: Any) -> Tensor:
-        """Carry out ``kernel(*operands, gemm)`` of a fused kernel, which does all of a product in one piece."""
 
 
 class ProductProbe:
@@ -88,7 +78,7 @@ class Probes:
         return result
 
     def __call__(self, multiply: Callable[..., Tensor], *operands: Any) -> Tensor:
-        """Carry out ``multiply(*operands)``.
+        """Carry out ``multiply(*operands)``, the matrix multiplication in a product: by this call a kernel multiplies.
 
         Inner probes act first, before and after: what one adds before is not part of the multiplication that the outer
         ones see, what it adds after is.

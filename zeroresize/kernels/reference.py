@@ -10,18 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zeroresize.kernels.probe import Gemm
+from zeroresize.kernels.probe import Probes
 from zeroresize.plan.layer import LayerPlan
 
 
-def forward(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None, plan: LayerPlan | None, gemm: Gemm) -> Tensor:
+def forward(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None, plan: LayerPlan | None, gemm: Probes) -> Tensor:
     """Return y_TN = x[:, keep] · w[:, keep]ᵀ + bias; without a plan ``x`` may have any leading dimensions."""
     if plan is None:
         return gemm(F.linear, x_TK, w_NK, bias_N)
     return gemm(F.linear, plan.kept.of(x_TK), plan.kept.of(w_NK), bias_N)
 
 
-def dgrad(dy_TN: Tensor, w_NK: Tensor, plan: LayerPlan | None, last_dx_TK: Tensor | None, gemm: Gemm) -> Tensor:
+def dgrad(dy_TN: Tensor, w_NK: Tensor, plan: LayerPlan | None, last_dx_TK: Tensor | None, gemm: Probes) -> Tensor:
     """Return dx_TK with dx[:, keep] = dy · w[:, keep] and the other columns imputed.
 
     Imputation "same" takes them from ``last_dx_TK``.
@@ -32,12 +32,12 @@ def dgrad(dy_TN: Tensor, w_NK: Tensor, plan: LayerPlan | None, last_dx_TK: Tenso
     return _impute(dx_TP, plan, last_dx_TK)
 
 
-def dgrad_by_columns(dy_TN: Tensor, w_NK: Tensor, gemm: Gemm) -> Tensor:
+def dgrad_by_columns(dy_TN: Tensor, w_NK: Tensor, gemm: Probes) -> Tensor:
     """Return the whole dx_TK = dy · w, computed as its transpose: it lies in memory column by column."""
     return gemm(torch.matmul, w_NK.t(), dy_TN.t()).t()
 
 
-def wgrad(dy_TN: Tensor, x_TK: Tensor, plan: LayerPlan | None, last_dw_NK: Tensor | None, gemm: Gemm) -> Tensor:
+def wgrad(dy_TN: Tensor, x_TK: Tensor, plan: LayerPlan | None, last_dw_NK: Tensor | None, gemm: Probes) -> Tensor:
     """Return dw_NK with dw[:, keep] = dyᵀ · x[:, keep] and the other columns imputed.
 
     Imputation "same" takes them from ``last_dw_NK``.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zeroresize.kernels import reference
-from zeroresize.kernels.probe import Gemm
+from zeroresize.kernels.probe import Probes
 from zeroresize.plan.layer import LayerPlan
 
 
@@ -68,27 +68,27 @@ def implementation_for(operand: Tensor) -> Implementation:
     return _registered.get((operand.device.type, operand.dtype), REFERENCE)
 
 
-def forward(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None, plan: LayerPlan | None, gemm: Gemm) -> Tensor:
+def forward(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None, plan: LayerPlan | None, gemm: Probes) -> Tensor:
     """Return y_TN, as :func:`zeroresize.kernels.reference.forward` does, by the implementation for ``x_TK``."""
     return _computed("forward", gemm, x_TK, w_NK, bias_N, plan)
 
 
-def dgrad(dy_TN: Tensor, w_NK: Tensor, plan: LayerPlan | None, last_dx_TK: Tensor | None, gemm: Gemm) -> Tensor:
+def dgrad(dy_TN: Tensor, w_NK: Tensor, plan: LayerPlan | None, last_dx_TK: Tensor | None, gemm: Probes) -> Tensor:
     """Return dx_TK, as :func:`zeroresize.kernels.reference.dgrad` does, by the implementation for ``dy_TN``."""
     return _computed("dgrad", gemm, dy_TN, w_NK, plan, last_dx_TK)
 
 
-def dgrad_by_columns(dy_TN: Tensor, w_NK: Tensor, gemm: Gemm) -> Tensor:
+def dgrad_by_columns(dy_TN: Tensor, w_NK: Tensor, gemm: Probes) -> Tensor:
     """Return dx_TK, as :func:`zeroresize.kernels.reference.dgrad_by_columns`, by the implementation for ``dy_TN``."""
     return _computed("dgrad_by_columns", gemm, dy_TN, w_NK)
 
 
-def wgrad(dy_TN: Tensor, x_TK: Tensor, plan: LayerPlan | None, last_dw_NK: Tensor | None, gemm: Gemm) -> Tensor:
+def wgrad(dy_TN: Tensor, x_TK: Tensor, plan: LayerPlan | None, last_dw_NK: Tensor | None, gemm: Probes) -> Tensor:
     """Return dw_NK, as :func:`zeroresize.kernels.reference.wgrad` does, by the implementation for ``dy_TN``."""
     return _computed("wgrad", gemm, dy_TN, x_TK, plan, last_dw_NK)
 
 
-def _computed(product: str, gemm: Gemm, first: Tensor, *operands: Any) -> Tensor:
+def _computed(product: str, gemm: Probes, first: Tensor, *operands: Any) -> Tensor:
     how = implementation_for(first)
     kernel: Callable[..., Tensor] = getattr(how, product)
     return gemm.whole(kernel, first, *operands) if how.is_fused else kernel(first, *operands, gemm)

@@ -12,11 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroresize.kernels.probe import Probes
-from zeroresize.layers.compiled_products import (
-    CompiledForwards,
-    compiled_column_products,
-    compiled_row_products,
-)
+from zeroresize.layers.compiled_products import CompiledForwards, compiled_column_products, compiled_row_products
 from zeroresize.layers.functional import (
     LastGradients,
     ProductContext,

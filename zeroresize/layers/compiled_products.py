@@ -17,19 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroresize.layers.functional import (
-    SharedProducts,
-    column_backward,
-    column_forward,
-    row_backward,
-    row_forward,
-)
+from zeroresize.layers.functional import SharedProducts, column_backward, column_forward, row_backward, row_forward
 from zeroresize.plan.layer import LayerPlan
-from zeroresize.utils.torch_private import (
-    constant_in_graphs,
-    keep_order_in_graphs,
-    let_shapes_of_parameters_vary,
-)
+from zeroresize.utils.torch_private import constant_in_graphs, keep_order_in_graphs, let_shapes_of_parameters_vary
 
 #: So many plans a layer remembers for backwards of forwards that lie before a change of plan.
 _MOST_PLANS = 8

@@ -28,15 +28,10 @@ OwnProduct = Callable[[], Tensor]
 
 
 class SharedProducts(Protocol):
-    """Computes one layer's products where other ranks compute some of its columns, or this rank some of theirs.
+    """Computes one layer's products where other ranks compute some of its columns, or this rank some of theirs."""
 
-    Attributes:
-        name: of the layer.
-        has_loans: whether any rank of the group lends columns of the layer now; the same on all of them.
-    """
-
-    name: str
-    has_loans: bool
+    name: str  # of the layer
+    has_loans: bool  # whether any rank of the group lends columns of the layer now; the same on all of them
 
     def weight_in_force(self, weight: Tensor) -> Tensor:
         """Return the layer's ``weight`` [N, K] as the tensor to multiply with; its gradient will hold all columns."""

@@ -20,14 +20,11 @@ def work_of_layers(layers: Mapping[str, BalancedLinear]) -> dict[str, float]:
 
 def present_work_of_layers(layers: Mapping[str, BalancedLinear]) -> dict[str, float]:
     """Return the same of what this rank owns now, also where ``fully_shard`` leaves it only a part of that."""
-    return {
-        name: float(
-            math.prod(
-                layer.even_shape if layer.segment is None else shard_shape(layer, group_rank(layer.process_group))
-            )
-        )
-        for name, layer in layers.items()
-    }
+    shapes = (
+        layer.even_shape if layer.segment is None else shard_shape(layer, group_rank(layer.process_group))
+        for layer in layers.values()
+    )
+    return {name: float(math.prod(shape)) for name, shape in zip(layers, shapes, strict=True)}
 
 
 def shape_with(layer: BalancedLinear, num_units: int) -> tuple[int, int]:

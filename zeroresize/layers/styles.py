@@ -6,8 +6,6 @@ DTensors. A model that torch's styles have split is the same once ``zeroresize.c
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -74,7 +72,7 @@ class _LinearStyle(ParallelStyle):
         layer.is_converted = not gathers and group_size(process_group) > 1
         return module
 
-    def _checked(self, key: str, layout: Any) -> Placement:
+    def _checked(self, key: str, layout: Placement | None) -> Placement:
         """A placement, or the default where there is none."""
         allowed = self._allowed[key]
         if layout is None:
@@ -83,14 +81,11 @@ class _LinearStyle(ParallelStyle):
         if kind not in allowed:
             wanted = " or ".join(text if text != "Shard" else "Shard(dim) of a sequence" for text in allowed)
             raise ValueError(f"{type(self).__name__}({key}={layout!r}) is not allowed: wanted is {wanted}")
-        placement: Placement = layout
-        return placement
+        return layout
 
 
-def _kind_of(layout: Any) -> str:
-    """What a placement means to a style; nothing for what is none, and for other placements."""
-    if not isinstance(layout, Placement):
-        return ""
+def _kind_of(layout: Placement) -> str:
+    """What a placement means to a style; nothing for other placements."""
     if layout.is_replicate():
         return "Replicate()"
     if layout.is_shard(-1):

@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -37,22 +36,12 @@ _LENT = (0.25, 0.75)
 logger = logging.getLogger(__name__)
 
 
-class Calibrated(Protocol):
-    """Measures this rank and keeps what pruning costs, as a ``RankMonitor`` does."""
-
-    @property
-    def is_calibrated(self) -> bool:
-        """Whether the cost was measured under the present conditions."""
-
-    def calibrate(self) -> ResizingCost:
-        """Measure it."""
-
-
 def calibrate_group(
     layers: Mapping[str, BalancedLinear],
     process_group: ProcessGroup,
     config: BalanceConfig,
-    monitor: Calibrated,
+    is_calibrated: bool,
+    calibrate: Callable[[], ResizingCost],
     migration: MigrationCost | None,
     meet: Meet,
 ) -> MigrationCost | None:
@@ -61,7 +50,7 @@ def calibrate_group(
     Collective: all ranks measure what one of them does not know.
 
     Args:
-        monitor: measures and keeps the cost of pruning.
+        is_calibrated: whether this rank knows the cost of pruning, which ``calibrate`` measures and keeps.
         migration: the cost of migration, None if unknown.
         meet: exchanges numbers with all ranks, so a missing rank is found before anything else is sent.
 
@@ -69,12 +58,12 @@ def calibrate_group(
         The cost of migration, None in a mode that does not need it, and where not all layers can lend.
     """
     may_migrate = config.mode in ("off", *MIGRATING_MODES) and all(layer.may_lend for layer in layers.values())
-    unknown = [not monitor.is_calibrated, may_migrate and migration is None]
+    unknown = [not is_calibrated, may_migrate and migration is None]
     measures_pruning, measures_migrating = (any(on_ranks) for on_ranks in zip(*meet(*unknown), strict=True))
     began = time.perf_counter()
     results = []
     if measures_pruning:
-        cost = monitor.calibrate()
+        cost = calibrate()
         results.append(
             f"without {percent_text(cost.max_ratio)} of its columns this rank's products take "
             f"{percent_text(cost.gemm_share[-1])} of their time"
@@ -108,8 +97,7 @@ def measure_resizing_cost(
     the cost is in proportion to FLOPs.
 
     Args:
-        layers: balanced layers by name; measured are those that ran training forwards in the last iteration.
-        config: up to which ratio, and in which blocks, layers prune.
+        layers: of which those are measured that ran training forwards in the last iteration.
         budget_s: seconds it may take, roughly.
     """
     examples: dict[ProductShape, BalancedLinear] = {}
@@ -185,15 +173,7 @@ def measure_migration_cost(
     """Measure the seconds of all transfers of a step when one rank lends and nothing overlaps; collective.
 
     In training some transfers overlap, and ranks wait for each other's results; what training shows corrects the scale
-    later.
-
-    Args:
-        layers: balanced layers by name; measured are those that ran training forwards in the last iteration.
-        process_group: their tensor-parallel group.
-        migration_transport: how slices travel.
-
-    Raises:
-        ValueError: if no layer has run a training forward.
+    later. Measured are the layers that ran training forwards in the last iteration; ValueError if there are none.
     """
     shapes = Counter(_Shape.of(layer) for layer in layers.values() if layer.num_tokens > 0)
     if not shapes:

@@ -55,11 +55,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """Records CUDA events on the current stream of ``device``, and uses them again once they have been read.
-
-    Args:
-        device: a CUDA device.
-    """
+    """Records events on the current stream of a CUDA device, and uses them again once they have been read."""
 
     is_immediate = False
 

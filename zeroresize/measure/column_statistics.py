@@ -81,11 +81,7 @@ class ColumnStatistic(ABC):
 
 
 def build_statistic(config: BalanceConfig, layers: Layers, optimizer: Any) -> ColumnStatistic:
-    """Make the statistic that ``config.priority`` names.
-
-    Raises:
-        ValueError: if the optimizer does not fit it.
-    """
+    """Make the statistic that ``config.priority`` names; ValueError if the optimizer does not fit it."""
     if config.priority == "activation":
         return ActivationNorms(layers)
     if config.priority == "path_length":

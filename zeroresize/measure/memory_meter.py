@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from zeroresize.layers.segment import OwnedSegment
-from zeroresize.utils.torch_private import DispatchMode, hooks_of_saved_tensors, plain_parts, storage_id
+from zeroresize.utils.torch_private import DispatchMode, hooks_of_saved_tensors, leaves_of, plain_parts, storage_id
 
 
 class MemoryMeter(Protocol):
@@ -100,16 +100,10 @@ class LiveBytes(DispatchMode):
         self._most = max(self._most, self._now)
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def _tensors(values: Any) -> list[Tensor]:
     """All of nested values that have memory."""
-    if isinstance(values, Tensor):
-        if values.layout is torch.strided and not values.is_meta:
-            yield values
-    elif isinstance(values, Mapping):
-        yield from _tensors(list(values.values()))
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from _tensors(value)
+    tensors = [value for value in leaves_of(values) if isinstance(value, Tensor)]
+    return [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_meta]
 
 
 class SavedBytes:
@@ -168,10 +162,6 @@ class ActivationBytes:
     first forward of training after :meth:`count_next` counts, one micro-batch where gradients are accumulated.
 
     Nothing is counted of a forward that ``torch.compile`` has compiled, even in parts.
-
-    Args:
-        model: whose forward is called.
-        segments: of the model.
 
     Attributes:
         within: bytes that are computed with this rank's units, the most that were counted since :meth:`forget`.

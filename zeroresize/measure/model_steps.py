@@ -43,9 +43,6 @@ class ModelSteps:
     """Times the steps of a model on this rank, from :meth:`end_step` to :meth:`end_step`.
 
     Evaluation counts as what passes before a forward, and a forward is one that autograd records.
-
-    Args:
-        model: any module, on its device.
     """
 
     def __init__(self, model: nn.Module) -> None:

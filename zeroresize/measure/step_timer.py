@@ -16,13 +16,11 @@ from zeroresize.kernels.probe import ProductProbe
 from zeroresize.measure import waits
 from zeroresize.measure.clocks import Clock
 from zeroresize.plan.group import Shares
-from zeroresize.policy.tensor.estimation.times import StepTimes
+from zeroresize.policy.tensor.estimation.times import WHOLE, StepTimes
 from zeroresize.utils.torch_private import current_backward
 
 #: At most so many pairs of marks are kept, besides those that the device has not passed yet.
 _MOST_PAIRS = 1024
-
-_WHOLE = Shares()
 
 
 @dataclass
@@ -102,7 +100,7 @@ class StepTimer(ProductProbe):
         self._mark_s = self._measure_mark_s()
         waits.listen(self)
 
-    def begin_step(self, shares: Shares = _WHOLE, is_forced: bool = False) -> None:
+    def begin_step(self, shares: Shares = WHOLE, is_forced: bool = False) -> None:
         """Begin an iteration in which this rank computes what ``shares`` leaves it.
 
         Whatever was measured since the last ``end_step`` is dropped.

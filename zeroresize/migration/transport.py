@@ -42,19 +42,12 @@ def bounds_of_parts(num_columns: int, parts: Sequence[float]) -> tuple[int, ...]
 
 @dataclass(frozen=True)
 class LoanRoute:
-    """Describes from which rank to which others a slice of columns travels.
+    """Describes from which rank to which others a slice of columns travels."""
 
-    Attributes:
-        owner: whose columns, within the group.
-        receivers: who computes them, in the order of the parts.
-        bounds: part i is columns ``bounds[i]`` to ``bounds[i + 1]`` of the slice.
-        layer: name of the layer, for errors; None leaves it out.
-    """
-
-    owner: int
-    receivers: tuple[int, ...]
-    bounds: tuple[int, ...]
-    layer: str | None = None
+    owner: int  # whose columns, within the group
+    receivers: tuple[int, ...]  # who computes them, in the order of the parts
+    bounds: tuple[int, ...]  # part i is columns ``bounds[i]`` to ``bounds[i + 1]`` of the slice
+    layer: str | None = None  # name of the layer, for errors; None leaves it out
 
     @classmethod
     def of_parts(

@@ -40,41 +40,26 @@ class Shares:
 
 @dataclass(frozen=True, order=True)
 class Relief(Shares):
-    """Describe the shares of a rank's products that are to become columns.
+    """Describe the shares of a rank's products that are to become columns."""
 
-    Attributes:
-        is_forced: whether someone forced just these. What a controller decides is rounded so that products are fast.
-    """
-
-    is_forced: bool = False
+    is_forced: bool = False  # whether someone forced just these; what is decided is rounded so that products are fast
 
 
 @dataclass(frozen=True)
 class RankPlan(Shares):
-    """Describe one rank's part in a plan: its shares, of which the pruned one may differ from layer to layer.
+    """Describe one rank's part in a plan: its shares, of which the pruned one may differ from layer to layer."""
 
-    Attributes:
-        is_straggler: whether the rank was found to be one.
-    """
-
-    is_straggler: bool = False
+    is_straggler: bool = False  # whether the rank was found to be one
 
 
 @dataclass(frozen=True)
 class Loan:
-    """Describe what one rank hands to others, in every balanced layer alike.
+    """Describe what one rank hands to others, in every balanced layer alike."""
 
-    Attributes:
-        owner: whose columns.
-        share: γ, the share of the owner's columns.
-        receivers: who computes them, in the order in which they are divided.
-        parts: which share of them each receiver computes; their sum is 1.
-    """
-
-    owner: int
-    share: float
-    receivers: tuple[int, ...]
-    parts: tuple[float, ...]
+    owner: int  # whose columns
+    share: float  # γ, the share of the owner's columns
+    receivers: tuple[int, ...]  # who computes them, in the order in which they are divided
+    parts: tuple[float, ...]  # which share of them each receiver computes; their sum is 1
 
 
 @dataclass(frozen=True)

@@ -24,40 +24,27 @@ class UnitDivision:
     """Describe how a tensor is divided.
 
     Dimension ``dim`` is ``num_parts`` equal parts, each of ``num_units`` units of ``rows``.
-
-    Attributes:
-        dim: the dimension that holds units.
-        num_units: U.
-        rows: neighbours that one unit has in a part.
-        num_parts: how many parts of the dimension hold all units each, such as q, k and v in one weight.
     """
 
-    dim: int
-    num_units: int
-    rows: int
-    num_parts: int = 1
+    dim: int  # the dimension that holds units
+    num_units: int  # U
+    rows: int  # neighbours that one unit has in a part
+    num_parts: int = 1  # how many parts of the dimension hold all units each, such as q, k and v in one weight
 
 
 @dataclass(frozen=True)
 class TensorSpec:
     """Describe a tensor of the undivided model.
 
-    Attributes:
-        name: in the model, such as ``layers.3.attention.query.weight``.
-        layer: number of the layer that it belongs to.
-        shape: undivided.
-        itemsize: bytes of an element.
-        division: None where every rank of a tensor-parallel group holds the whole.
-
     Raises:
         ValueError: if the units of the division are not those of the shape.
     """
 
-    name: str
-    layer: int
-    shape: tuple[int, ...]
-    itemsize: int
-    division: UnitDivision | None = None
+    name: str  # in the model, such as ``layers.3.attention.query.weight``
+    layer: int  # number of the layer that it belongs to
+    shape: tuple[int, ...]  # undivided
+    itemsize: int  # bytes of an element
+    division: UnitDivision | None = None  # None where every rank of a tensor-parallel group holds the whole
 
     def __post_init__(self) -> None:
         division = self.division
@@ -89,12 +76,8 @@ class TensorSpec:
         """Return the shape of ``num_units`` units of the tensor."""
         if self.division is None:
             return self.shape if num_units else (0,) * len(self.shape)
-        division = self.division
-        return (
-            *self.shape[: division.dim],
-            division.num_parts * num_units * division.rows,
-            *self.shape[division.dim + 1 :],
-        )
+        dim, size = self.division.dim, self.division.num_parts * num_units * self.division.rows
+        return (*self.shape[:dim], size, *self.shape[dim + 1 :])
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,32 +32,20 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class SegmentWork:
-    """Describe what a decision must know of a segment.
+    """Describe what a decision must know of a segment."""
 
-    Attributes:
-        num_units: U, of all ranks together; divides by their number.
-        quantum: units change hands in multiples of so many.
-        work: of a rank's product FLOPs at even shares, the share that lies in this segment, 0 to 1.
-        min_units: what every rank keeps at least.
-    """
-
-    num_units: int
-    quantum: int
-    work: float
-    min_units: int = 0
+    num_units: int  # U, of all ranks together; divides by their number
+    quantum: int  # units change hands in multiples of so many
+    work: float  # of a rank's product FLOPs at even shares, the share that lies in this segment, 0 to 1
+    min_units: int = 0  # what every rank keeps at least
 
 
 @dataclass(frozen=True, eq=False)
 class OwnershipMap:
-    """Hold which rank owns each unit; on a rank units lie in ascending order.
+    """Hold which rank owns each unit; on a rank units lie in ascending order."""
 
-    Attributes:
-        owners: [U], int64: for every unit the rank that owns it.
-        num_ranks: R.
-    """
-
-    owners: Indices
-    num_ranks: int
+    owners: Indices  # [U], int64: for every unit the rank that owns it
+    num_ranks: int  # R
 
     @classmethod
     def even(cls, num_units: int, num_ranks: int) -> OwnershipMap:

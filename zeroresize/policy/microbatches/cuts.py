@@ -122,15 +122,10 @@ def fill_of(costs: StageCosts, lengths_NA: Indices, slowness_S: Floats | float =
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Holds what micro-batches of neighbouring samples take, infinite where they do not fit or there are not as many.
+    """Holds what micro-batches of neighbouring samples take, infinite where they do not fit or are not as many."""
 
-    Attributes:
-        seconds_KN: [K, N + 1]; entry (k, n) is of the k + 1 samples up to the n-th one.
-        bytes_UKN: of the same, what is needed while several like it are under way.
-    """
-
-    seconds_KN: Floats
-    bytes_UKN: Floats
+    seconds_KN: Floats  # [K, N + 1]; entry (k, n) is of the k + 1 samples up to the n-th one
+    bytes_UKN: Floats  # of the same, what is needed while several like it are under way
 
     @classmethod
     def of(cls, lengths_NA: Indices, prices: SegmentPrices, most_bytes: float = math.inf) -> Segments:

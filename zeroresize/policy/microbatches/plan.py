@@ -159,19 +159,12 @@ def batch_fingerprint(lengths_NA: Indices) -> str:
 
 @dataclass(frozen=True)
 class ReplicaPlan:
-    """Describe what one replica does.
+    """Describe what one replica does."""
 
-    Attributes:
-        microbatches: [M], by the numbers that instructions use; there may be none.
-        stages: [S] instructions.
-        expected_s: seconds from its first forward to its last backward.
-        expected_bytes: [S] of activations and workspace at most.
-    """
-
-    microbatches: tuple[MicroBatch, ...]
-    stages: tuple[tuple[Instruction, ...], ...]
-    expected_s: float
-    expected_bytes: tuple[float, ...]
+    microbatches: tuple[MicroBatch, ...]  # [M], by the numbers that instructions use; there may be none
+    stages: tuple[tuple[Instruction, ...], ...]  # [S] instructions
+    expected_s: float  # seconds from its first forward to its last backward
+    expected_bytes: tuple[float, ...]  # [S] of activations and workspace at most
 
 
 @dataclass(frozen=True)

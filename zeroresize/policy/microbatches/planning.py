@@ -158,18 +158,16 @@ def replica_plans(
             plans.append(ReplicaPlan((), nothing, 0.0, (0.0,) * costs.num_stages))
             continue
         of_members = Prices(*(values[members] for values in prices))
-        of_members = of_members._replace(
-            forward_s=of_members.forward_s * slowness_S, backward_s=of_members.backward_s * slowness_S
-        )
+        forward_s, backward_s = of_members.forward_s * slowness_S, of_members.backward_s * slowness_S
         chosen = shortest_schedule(
-            of_members,
+            of_members._replace(forward_s=forward_s, backward_s=backward_s),
             options.memory_limit,
             schedule=options.schedule,
             num_clusters=options.num_clusters if num_clusters is None else num_clusters,
         )
         if chosen is None:
             return None
-        stages = planned_instructions(chosen.orders, of_members.forward_s, of_members.backward_s)
+        stages = planned_instructions(chosen.orders, forward_s, backward_s)
         of_replica = tuple(microbatches[member] for member in members)
         plans.append(
             ReplicaPlan(of_replica, tuple(map(tuple, stages)), chosen.step_s, tuple(chosen.peak_bytes.tolist()))

@@ -32,25 +32,15 @@ CostsOfStages = Callable[[Sequence[int]], Mapping[str, StageCosts]]
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """Describe what is trained in planned micro-batches.
+    """Describe what is trained in planned micro-batches."""
 
-    Attributes:
-        original: how it is spread while no rank is slow; costs are known for its tensor-parallel degree only.
-        num_layers: L.
-        tensors: of the undivided model.
-        nodes: [R] on which node each rank is.
-        lengths: [A] tokens of a usual sample, by which layers' work is told.
-        longest: [A] tokens of the longest sample that may come.
-        optimizer_ratio: bytes of optimizer state for a byte of weights.
-    """
-
-    original: Strategy
-    num_layers: int
-    tensors: Sequence[TensorSpec]
-    nodes: Sequence[int]
-    lengths: tuple[int, ...]
-    longest: tuple[int, ...]
-    optimizer_ratio: float = 2.0
+    original: Strategy  # how it is spread while no rank is slow; costs are known for its tensor-parallel degree only
+    num_layers: int  # L
+    tensors: Sequence[TensorSpec]  # of the undivided model
+    nodes: Sequence[int]  # [R] on which node each rank is
+    lengths: tuple[int, ...]  # [A] tokens of a usual sample, by which layers' work is told
+    longest: tuple[int, ...]  # [A] tokens of the longest sample that may come
+    optimizer_ratio: float = 2.0  # bytes of optimizer state for a byte of weights
 
 
 class ReplannedCosts:
@@ -154,11 +144,8 @@ class ReplannedCosts:
         position = strategy.position_of(rank)
         if position is None or not plan.replicas[position.replica].microbatches:
             return 0.0
-        stage_s = (
-            self._costs(strategy)[plan.recomputation]
-            .prices(*shapes_of(plan.replicas[position.replica].microbatches))
-            .seconds
-        )
+        shapes = shapes_of(plan.replicas[position.replica].microbatches)
+        stage_s = self._costs(strategy)[plan.recomputation].prices(*shapes).seconds
         alone = [1.0 if other == rank else math.inf for other in range(len(self._model.nodes))]
         part = self.slowness_of(strategy, alone)[position.replica, position.stage]
         return float(stage_s[:, position.stage].sum() * part)

@@ -30,19 +30,12 @@ _REMEMBERED = LEAST_BLOCKS // 2
 
 @dataclass(frozen=True)
 class SpentSeconds:
-    """Describe what measuring has taken on one rank. Seconds are of its processor, waits are not in them.
+    """Describe what measuring has taken on one rank. Seconds are of its processor, waits are not in them."""
 
-    Attributes:
-        usual_s: of a block that is not measured; 0 where there were too few.
-        profiled_s: of the measured block.
-        handling_s: of sending and reading profiles and of deciding by them, since the last measured block.
-        step_s: from one block that is not measured to the next; 0 where there were too few. On a GPU it is wall time.
-    """
-
-    usual_s: float
-    profiled_s: float
-    handling_s: float
-    step_s: float
+    usual_s: float  # of a block that is not measured; 0 where there were too few
+    profiled_s: float  # of the measured block
+    handling_s: float  # of sending and reading profiles and of deciding by them, since the last measured block
+    step_s: float  # from one block that is not measured to the next; 0 where there were too few; on a GPU wall time
 
 
 def profile_cost(ranks: Sequence[SpentSeconds]) -> float | None:

@@ -154,18 +154,12 @@ class LayerMeans:
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Hold what is known of layers and devices after a profile.
+    """Hold what is known of layers and devices after a profile."""
 
-    Attributes:
-        forward_s, backward_s: [L] seconds of all micro-batches on a device of speed 1.
-        speeds: [S] of the stages' devices, mean 1.
-        boundaries: [S + 1] in force when the layers were last measured.
-    """
-
-    forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
-    speeds: tuple[float, ...]
-    boundaries: tuple[int, ...]
+    forward_s: tuple[float, ...]  # [L] seconds of all micro-batches on a device of speed 1
+    backward_s: tuple[float, ...]  # the same of the backward
+    speeds: tuple[float, ...]  # [S] of the stages' devices, mean 1
+    boundaries: tuple[int, ...]  # [S + 1] in force when the layers were last measured
 
     @classmethod
     def first(cls, profile: PipelineProfile) -> LayerCosts:

@@ -77,23 +77,15 @@ class RebalancingProposal:
 
 @dataclass(frozen=True)
 class RebalancingRule:
-    """Say how wanted boundaries are found.
+    """Say how wanted boundaries are found."""
 
-    Attributes:
-        by: what is divided evenly: seconds, or bytes of parameters. The saving is always one of seconds.
-        num_steps: over which a change pays; those until the next profile.
-        min_saving: share of a step below which nothing changes.
-        memory_limits: [S] bytes; None for none.
-        messages: between stages, which wait for them; None where they take no time.
-    """
-
-    by: By
+    by: By  # what is divided evenly: seconds, or bytes of parameters. The saving is always one of seconds
     schedule: Schedule
     num_microbatches: int
-    num_steps: int
-    min_saving: float = MIN_SAVING
-    memory_limits: tuple[float, ...] | None = None
-    messages: PipelineMessages | None = None
+    num_steps: int  # over which a change pays; those until the next profile
+    min_saving: float = MIN_SAVING  # share of a step below which nothing changes
+    memory_limits: tuple[float, ...] | None = None  # [S] bytes; None for none
+    messages: PipelineMessages | None = None  # between stages, which wait for them; None where they take no time
 
     def to(
         self, costs: LayerCosts, profile: PipelineProfile, cost_of_move: MoveCost, wanted: Partition
@@ -153,14 +145,10 @@ class RebalancingRule:
 
     def simulated(self, costs: LayerCosts, partition: Partition) -> PipelineStep:
         """Simulate a step with the messages of :attr:`messages`, if these are of so many stages, else without."""
-        forward_s, backward_s = (
-            (
-                PipelineLoad.of(seconds, partition.num_stages, speeds=costs.speeds).stage_times(partition)
-                / self.num_microbatches
-            ).tolist()
-            for seconds in (costs.forward_s, costs.backward_s)
-        )
-        messages = self._messages_of(partition.num_stages)
+        both_s, num_stages = (costs.forward_s, costs.backward_s), partition.num_stages
+        loads = (PipelineLoad.of(seconds, num_stages, speeds=costs.speeds) for seconds in both_s)
+        forward_s, backward_s = ((load.stage_times(partition) / self.num_microbatches).tolist() for load in loads)
+        messages = self._messages_of(num_stages)
         return simulated_step(
             forward_s,
             backward_s,
@@ -177,22 +165,14 @@ class RebalancingRule:
 
 @dataclass(frozen=True)
 class RebalancingState:
-    """Hold what was learned of layers, devices, moves and costs.
+    """Hold what was learned of layers, devices, moves and costs."""
 
-    Attributes:
-        costs: of layers; None before the first profile.
-        rental: what the present boundaries have cost since others were wanted, and doubt of what moves save.
-        home: [S + 1] the first boundaries; None before the first profile.
-        is_other_work: whether the next profile is of other work.
-        told_steps: steps at which the caller said so, the last ones.
-    """
-
-    costs: LayerCosts | None
+    costs: LayerCosts | None  # of layers; None before the first profile
     cost_of_move: MoveCost
-    rental: Rental = field(default_factory=Rental)
-    home: tuple[int, ...] | None = None
-    is_other_work: bool = False
-    told_steps: tuple[int, ...] = ()
+    rental: Rental = field(default_factory=Rental)  # what the boundaries have cost, and doubt of what moves save
+    home: tuple[int, ...] | None = None  # [S + 1] the first boundaries; None before the first profile
+    is_other_work: bool = False  # whether the next profile is of other work
+    told_steps: tuple[int, ...] = ()  # steps at which the caller said so, the last ones
 
     def on(self, num_layers: int, num_stages: int) -> RebalancingState:
         """Return what holds for so many layers and stages; of other stages that is what moves take, and no costs."""

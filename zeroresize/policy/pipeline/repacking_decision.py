@@ -25,17 +25,11 @@ from zeroresize.utils.codec import UNSAVED
 
 @dataclass(frozen=True)
 class Repacking:
-    """Describe which stages stay, and what they have then.
+    """Describe which stages stay, and what they have then."""
 
-    Attributes:
-        stages: that stay, ascending; the others can be released.
-        partition: of all layers over them: its stage i is ``stages[i]`` of before.
-        transfers: layers that change stages, ascending; stages are numbered as before.
-    """
-
-    stages: tuple[int, ...]
-    partition: Partition
-    transfers: tuple[LayerTransfer, ...]
+    stages: tuple[int, ...]  # that stay, ascending; the others can be released
+    partition: Partition  # of all layers over them: its stage i is ``stages[i]`` of before
+    transfers: tuple[LayerTransfer, ...]  # layers that change stages, ascending; stages are numbered as before
 
 
 def repacked(load: PipelineLoad, now: Partition, num_stages: int, keep: int | None = None) -> Repacking:

@@ -13,14 +13,7 @@ from typing import Any
 
 from zeroresize.policy import FEW
 from zeroresize.policy.slowness.rank_level import MOST_KEPT, Change, RankLevel
-from zeroresize.policy.slowness.windows import (
-    Cause,
-    StepWindow,
-    at_work,
-    share_saved,
-    shares_of_causes,
-    usual_window,
-)
+from zeroresize.policy.slowness.windows import Cause, StepWindow, at_work, share_saved, shares_of_causes, usual_window
 from zeroresize.policy.speed.noise import USUAL_NOISE
 from zeroresize.utils.usual import usual_of_others
 

@@ -23,16 +23,11 @@ MicroBatch = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Visit:
-    """Describe what one strategy trains in a step: the sequences of all ranges that it has.
-
-    Attributes:
-        up_to: of its ranges.
-        replicas: [dp] the micro-batches of each, of the numbers of the sequences in the mini-batch.
-    """
+    """Describe what one strategy trains in a step: the sequences of all ranges that it has."""
 
     strategy: Strategy
-    up_to: tuple[int, ...]
-    replicas: tuple[tuple[MicroBatch, ...], ...]
+    up_to: tuple[int, ...]  # of its ranges
+    replicas: tuple[tuple[MicroBatch, ...], ...]  # [dp] the micro-batches of each, of numbers in the mini-batch
 
     @property
     def members(self) -> list[int]:

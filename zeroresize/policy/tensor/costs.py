@@ -131,15 +131,10 @@ class ResizingCost:
 
 @dataclass(frozen=True)
 class MigrationCost:
-    """Describe Φ1: what communication adds to a step in which columns migrate.
+    """Describe Φ1: what communication adds to a step in which columns migrate."""
 
-    Attributes:
-        fixed_s: seconds a loan costs whatever its size.
-        per_share_s: seconds for all of a rank's columns, on top.
-    """
-
-    fixed_s: float = 0.0
-    per_share_s: float = 0.0
+    fixed_s: float = 0.0  # seconds a loan costs whatever its size
+    per_share_s: float = 0.0  # seconds for all of a rank's columns, on top
 
     def __post_init__(self) -> None:
         if not (self.fixed_s >= 0.0 and self.per_share_s >= 0.0):

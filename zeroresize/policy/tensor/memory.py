@@ -17,15 +17,10 @@ _MARGIN = 0.02
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """Describe what one rank holds in training: weights, gradients, optimizer state and activations.
+    """Describe what one rank holds in training: weights, gradients, optimizer state and activations."""
 
-    Attributes:
-        fixed: bytes of all but units, and of what is computed outside of their segments.
-        of_even_share: bytes of an even share of all units, and of what is computed with them.
-    """
-
-    fixed: float
-    of_even_share: float
+    fixed: float  # bytes of all but units, and of what is computed outside of their segments
+    of_even_share: float  # bytes of an even share of all units, and of what is computed with them
 
 
 class GroupMemory:

@@ -29,20 +29,14 @@ from zeroresize.utils.value_checks import number
 class LayerCost:
     """Hold the cost of a layer's forward and backward on one rank of a tensor-parallel group of a certain size.
 
-    Attributes:
-        fixed_s: a, seconds of a micro-batch, however small.
-        token_s: b, seconds of a token.
-        square_s: c, seconds of a length² of 1.
-        token_bytes: memory that a token takes from its forward to its backward.
-
     Raises:
         ValueError: for what is negative or not finite.
     """
 
-    fixed_s: float
-    token_s: float
-    square_s: float
-    token_bytes: float
+    fixed_s: float  # a, seconds of a micro-batch, however small
+    token_s: float  # b, seconds of a token
+    square_s: float  # c, seconds of a length² of 1
+    token_bytes: float  # memory that a token takes from its forward to its backward
 
     def __post_init__(self) -> None:
         for key, value in asdict(self).items():
@@ -58,19 +52,14 @@ class LayerCost:
 class LayerCostTable:
     """Hold the costs of all layers of a model.
 
-    Attributes:
-        kinds: [L] of each layer; layers of one kind cost the same.
-        costs: of each kind by tensor-parallel degree.
-        boundary_bytes: what a token takes on its way from a stage to the next one.
-
     Raises:
         ValueError: for no layer, a kind without costs, kinds with costs for different degrees, or boundary bytes that
             are negative or not finite.
     """
 
-    kinds: tuple[str, ...]
-    costs: Mapping[str, Mapping[int, LayerCost]]
-    boundary_bytes: float
+    kinds: tuple[str, ...]  # [L] of each layer; layers of one kind cost the same
+    costs: Mapping[str, Mapping[int, LayerCost]]  # of each kind by tensor-parallel degree
+    boundary_bytes: float  # what a token takes on its way from a stage to the next one
 
     def __post_init__(self) -> None:
         number("boundary_bytes", self.boundary_bytes, least=0.0)
@@ -91,11 +80,7 @@ class LayerCostTable:
         return tuple(sorted(self.costs[self.kinds[0]]))
 
     def stage_cost(self, layers: range, tp: int) -> LayerCost:
-        """Return what some layers cost together.
-
-        Raises:
-            ValueError: for a tensor-parallel degree without costs.
-        """
+        """Return what some layers cost together; ValueError for a tensor-parallel degree without costs."""
         if tp not in self.degrees:
             raise ValueError(f"layers have no costs for tp={tp}: there are those of tp in {list(self.degrees)}")
         costs = [asdict(self.costs[self.kinds[layer]][tp]).values() for layer in layers]
@@ -104,9 +89,8 @@ class LayerCostTable:
 
 class PlannedSwitches:
     """Plans the switches between strategies when they are asked for, each once.
-    Attributes:
-        weight_bytes: gives [R] bytes of weights of each rank under a strategy.
-        weights: gives the switch of the weights alone, from a strategy to another.
+
+    ``weight_bytes`` gives [R] bytes of weights under a strategy, ``weights`` the switch of these alone to another one.
     """
 
     def __init__(self, tensors: Sequence[TensorSpec], nodes: Sequence[int], links: LinkSpeeds, num_layers: int) -> None:
@@ -129,9 +113,8 @@ class PlannedSwitches:
         """Return [S, S] seconds of switching from the strategy of the row to that of the column, 0 on the diagonal."""
         seconds = np.zeros((len(strategies), len(strategies)))
         for before, after in itertools.permutations(range(len(strategies)), 2):
-            seconds[before, after] = self._seconds(
-                strategies[before], strategies[after], strategies[optimizer_strategy]
-            )
+            switch = strategies[before], strategies[after], strategies[optimizer_strategy]
+            seconds[before, after] = self._seconds(*switch)
         return seconds
 
 
@@ -220,10 +203,8 @@ class CostModel:
         state in the optimizer's layout, and the activations of the micro-batches that 1F1B keeps on a stage, pp −
         stage.
         """
-        of_optimizer = (self.optimizer_ratio + (strategy != optimizer_strategy)) * self.switches.weight_bytes(
-            optimizer_strategy
-        )
-        held: Floats = 2.0 * self.switches.weight_bytes(strategy) + of_optimizer
+        trained, of_optimizer = map(self.switches.weight_bytes, (strategy, optimizer_strategy))
+        held: Floats = 2.0 * trained + (self.optimizer_ratio + (strategy != optimizer_strategy)) * of_optimizer
         for stage, cost in enumerate(self.stage_costs(strategy)):
             activations = cost.token_bytes * tokens * (strategy.pp - stage)
             for replica, shard in itertools.product(range(strategy.dp), range(strategy.tp)):

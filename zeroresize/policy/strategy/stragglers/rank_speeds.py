@@ -47,9 +47,6 @@ class RankSpeeds:
 
     A rank that has no part in a step tells what a few products took instead. What these take compared with a unit of
     work is learned from ranks that do both, in steps like those before: so not while a device warms up.
-
-    Args:
-        num_ranks: R.
     """
 
     num_ranks: int

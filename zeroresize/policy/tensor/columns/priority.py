@@ -42,11 +42,7 @@ class ColumnPriority:
         self.age, self.pruned_steps, self.pruned_of_epoch = np.zeros((3, self.num_columns), dtype=np.int64)
 
     def after_loading(self) -> None:
-        """Check that all numbers are there.
-
-        Raises:
-            ValueError: if not.
-        """
+        """Check that all numbers are there; ValueError if not."""
         if any(row.shape != (self.num_columns,) for row in self.rows):
             raise ValueError(f"rows of {self.num_columns} numbers are needed")
 

@@ -142,10 +142,8 @@ class ColumnSelector:
         Unless a ratio is forced, those that are lent count towards γ_max.
         """
         if self._selected is None or self._selected[0] != relief:
-            self._selected = (
-                relief,
-                {name: self._pruned_of(name, g, relief) for name, g in self.layer_ratios(relief).items()},
-            )
+            ratios = self.layer_ratios(relief)
+            self._selected = relief, {name: self._pruned_of(name, ratio, relief) for name, ratio in ratios.items()}
         return self._selected[1]
 
     def _pruned_of(self, name: str, ratio: float, relief: Relief) -> Columns:

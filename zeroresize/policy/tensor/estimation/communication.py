@@ -38,15 +38,10 @@ class CollectiveTimes:
 
 @dataclass
 class CommunicationEstimate:
-    """Estimate the seconds that a step takes beyond its slowest rank's work.
+    """Estimate the seconds that a step takes beyond its slowest rank's work."""
 
-    Attributes:
-        plain_s: seconds without loans, NaN before they were seen.
-        scale: what loans cost, relative to the calibration.
-    """
-
-    plain_s: float = math.nan
-    scale: float = 1.0
+    plain_s: float = math.nan  # seconds without loans, NaN before they were seen
+    scale: float = 1.0  # what loans cost, relative to the calibration
     _calibrated: MigrationCost | None = None
 
     @property

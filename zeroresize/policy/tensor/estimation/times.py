@@ -16,7 +16,7 @@ from zeroresize.policy.tensor.costs import LEAST_SHARE, MOST, ResizingCost
 from zeroresize.utils.usual import middle_of, usual_of
 
 #: Of a step in which a rank computes its own products and no others.
-_WHOLE = Shares()
+WHOLE = Shares()
 #: A plan is to hold for so many intervals: in these a change has to pay, and a rank's speed drifts on.
 DURATION = 5.0
 #: Of a step's busy time a part is not known more finely.
@@ -47,7 +47,7 @@ class StepTimes:
     busy_s: float
     gemm_s: float
     gather_fill_s: float
-    shares: Shares = _WHOLE
+    shares: Shares = WHOLE
     is_forced: bool = False
     wait_s: float = 0.0
     outside_s: float = 0.0
@@ -57,12 +57,8 @@ class StepTimes:
     @property
     def is_possible(self) -> bool:
         """Whether a step can have taken these times."""
-        return (
-            0.0 <= self.busy_s <= MOST_SECONDS
-            and 0.0 <= self.gemm_s <= MOST_SECONDS
-            and 0.0 <= self.gather_fill_s <= MOST_SECONDS
-            and 0.0 <= self.outside_s <= MOST_SECONDS
-        )
+        times_s = self.busy_s, self.gemm_s, self.gather_fill_s, self.outside_s
+        return all(0.0 <= seconds <= MOST_SECONDS for seconds in times_s)
 
     @property
     def inside(self) -> StepTimes:
@@ -73,25 +69,15 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Describe one rank's times at even shares, nothing pruned or lent, and what other amounts of work cost there.
+    """Describe one rank's times at even shares, nothing pruned or lent, and what other amounts of work cost there."""
 
-    Attributes:
-        rest_s: T − M, busy seconds that pruning does not touch.
-        gemm_s: M, seconds.
-        gather_fill_scale: how many times as long as in the calibration gathers and fills take now.
-        cost: of pruning on this rank.
-        deviation: standard deviation of T, as a share of it.
-        moving_rest: ρ: a rank that owns f has a rest of (1 − ρ + ρ f) ``rest_s``.
-        outside_s: what it takes besides, before the first balanced layer; not a part of T.
-    """
-
-    rest_s: float
-    gemm_s: float
-    gather_fill_scale: float
-    cost: ResizingCost
-    deviation: float = 0.0
-    moving_rest: float = MOVING_REST
-    outside_s: float = 0.0
+    rest_s: float  # T − M, busy seconds that pruning does not touch
+    gemm_s: float  # M, seconds
+    gather_fill_scale: float  # how many times as long as in the calibration gathers and fills take now
+    cost: ResizingCost  # of pruning on this rank
+    deviation: float = 0.0  # standard deviation of T, as a share of it
+    moving_rest: float = MOVING_REST  # ρ: a rank that owns f has a rest of (1 − ρ + ρ f) ``rest_s``
+    outside_s: float = 0.0  # what it takes besides, before the first balanced layer; not a part of T
 
     @property
     def busy_s(self) -> float:

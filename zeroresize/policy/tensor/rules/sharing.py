@@ -22,19 +22,12 @@ from zeroresize.policy.tensor.estimation.times import RankTimes
 
 @dataclass(frozen=True)
 class WorkDivision:
-    """Describe how a group's work is to be divided.
+    """Describe how a group's work is to be divided."""
 
-    Attributes:
-        pruned: what each rank drops, as a share of what it owns.
-        lent: what each rank hands over of that.
-        slack: how much more each rank can take, in any unit; None divides evenly.
-        is_rule: whether it is to be in force whatever it saves.
-    """
-
-    pruned: tuple[float, ...]
-    lent: tuple[float, ...]
-    slack: tuple[float, ...] | None = None
-    is_rule: bool = False
+    pruned: tuple[float, ...]  # what each rank drops, as a share of what it owns
+    lent: tuple[float, ...]  # what each rank hands over of that
+    slack: tuple[float, ...] | None = None  # how much more each rank can take, in any unit; None divides evenly
+    is_rule: bool = False  # whether it is to be in force whatever it saves
 
     @classmethod
     def nothing(cls, num_ranks: int) -> WorkDivision:
