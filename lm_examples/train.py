@@ -89,11 +89,11 @@ def train(feed: Feed) -> dict[str, Any]:
             is_validated = training.is_validated_after(feed.step)
             if is_validated or feed.step % training.log_every == 0:
                 report(feed, is_validated=is_validated)
-            is_ended = is_noted(feed.process_group)
+            is_ended, is_saved = is_noted(feed.process_group), True
             if is_ended or (output.save_every and feed.step % output.save_every == 0):
-                save(feed)
-            if is_ended and feed.step < training.steps:
-                say_end(feed.config, feed.step)
+                is_saved = save(feed)
+            if is_ended and (feed.step < training.steps or not is_saved):
+                say_end(feed.config, feed.step, is_saved=is_saved)
                 return {}
         losses = {"loss": feed.loss, "validation_loss": feed.validation_loss}
         summary = {"steps": feed.step, **feed.summary(), **losses}
@@ -116,16 +116,11 @@ def report(feed: Feed, *, is_validated: bool) -> None:
         feed.record.tell(f"step {feed.step}: {', '.join(shown)}")
 
 
-def save(feed: Feed) -> None:
-    """Write a checkpoint; collective."""
-    save_checkpoint(
-        feed.config,
-        {"step": feed.step},
-        {**feed.state(), "balanced": feed.balancer is not None},
-        (feed.model, feed.optimizer),
-        process_group=feed.process_group,
-        balancer=feed.balancer,
-    )
+def save(feed: Feed) -> bool:
+    """Write a checkpoint; returns whether it was written, on every rank; collective."""
+    done, state = {"step": feed.step}, {**feed.state(), "balanced": feed.balancer is not None}
+    tensors, group = (feed.model, feed.optimizer), feed.process_group
+    return save_checkpoint(feed.config, done, state, tensors, process_group=group, balancer=feed.balancer)
 
 
 def table_of(title: str, summary: dict[str, Any]) -> Table:

@@ -28,7 +28,7 @@ LIMITS = {
     "package lines": 45_600,
     "package files": 270,
     "package code lines": 29_215,
-    "tests lines": 42_010,
+    "tests lines": 42_118,
     "examples lines": 12_500,
     "docs lines": 4_293,
     "tuning constants": 147,

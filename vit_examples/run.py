@@ -67,8 +67,8 @@ class Run:
         """Steps done, which a resumed run may have cut into epochs of another length, and those that are left."""
         return self.steps + (self.config.training.epochs - self.epochs) * self.steps_per_epoch
 
-    def save(self) -> None:
-        """Write a checkpoint; collective."""
+    def save(self) -> bool:
+        """Write a checkpoint; returns whether it was written, on every rank; collective."""
         state = {
             "layout": layout_of(self.config, self.host.num_ranks),
             "epochs": self.epochs,
@@ -79,7 +79,8 @@ class Run:
             "traces": of_all_ranks(self.trace, self.host.tp_group),
         }
         done = {"epoch": self.epochs} | ({"step": self.steps + len(self.losses)} if self.losses else {})
-        save_checkpoint(self.config, done, state, (self.host.model, self.host.optimizer), balancer=self.balancer)
+        tensors = self.host.model, self.host.optimizer
+        return save_checkpoint(self.config, done, state, tensors, balancer=self.balancer)
 
 
 def prepare(config: RunConfig, *, resume: bool) -> Run:

@@ -46,8 +46,7 @@ def train(run: Run) -> None:
             set_epoch(run.epochs)
             loss = train_epoch(run, is_noted)
             if loss is None:
-                run.save()
-                say_end(config, run.steps + len(run.losses))
+                say_end(config, run.steps + len(run.losses), is_saved=run.save())
                 break
             if config.balance.iters_per_epoch is None:
                 run.balancer.epoch_end()

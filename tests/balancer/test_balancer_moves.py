@@ -2,6 +2,7 @@
 
 import copy
 import io
+import logging
 import os
 import re
 from datetime import timedelta
@@ -9,12 +10,14 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.processes import for_each, told_by_survivors
+from helpers.processes import caught_log_lines, for_each, told_by_survivors
 from helpers.virtual_training import Pair, Run
 from torch.utils.checkpoint import checkpoint
 
 from zeroresize.resharding import agreement
+from zeroresize.resharding.agreement import NotEnoughMemoryError
 from zeroresize.resharding.units import owned_units
+from zeroresize.resharding.units.moving_units import UnitMove
 
 pytestmark = [pytest.mark.same_ranks, pytest.mark.usefixtures("lending_is_dear")]
 
@@ -182,6 +185,23 @@ def a_receiver_without_memory_is_given_nothing(rank, group):
     assert counts(run) == HOME and run.balancer.plan.owned == (1.0, 1.0)
 
 
+def a_rank_that_runs_out_of_memory_in_a_move_is_named_on_all_and_it_is_tried_again(rank, group):
+    run = exact_run(group, update_every=2)
+    run.updates(1)
+    run.time.chi = 4.0 if rank == 1 else 1.0
+    who = "ranks [1] of the group failed while preparing "
+    with pytest.MonkeyPatch.context() as patched, caught_log_lines(logging.WARNING) as warnings:
+        if rank == 1:
+            patched.setattr(UnitMove, "make_tensors", lambda _: torch.empty(2**50))
+        with pytest.raises(NotEnoughMemoryError, match=re.escape(who)):
+            run.balancer.move((3, 1))
+        run.updates(8)
+    assert counts(run) == HOME and run.balancer.plan.owned == (1.0, 1.0)
+    assert rank or (warnings and all("units that were to move stay" in line and who in line for line in warnings))
+    run.updates(24)
+    assert counts(run)[1] < HOME[1]
+
+
 def what_was_held_is_held_after_a_move_that_could_not_be_made(rank, group):
     run = exact_run(group)
     run.balancer.move((3, 1))
@@ -212,6 +232,7 @@ def test_what_cannot_be_moved_stays_on_all_ranks(run_ranks):
         in_turn(
             wrong_shares_are_refused_before_anything_moves,
             a_receiver_without_memory_is_given_nothing,
+            a_rank_that_runs_out_of_memory_in_a_move_is_named_on_all_and_it_is_tried_again,
             what_was_held_is_held_after_a_move_that_could_not_be_made,
             what_cannot_move_stays_and_training_goes_on,
         ),

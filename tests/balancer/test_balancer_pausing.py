@@ -120,6 +120,32 @@ def test_advice_tells_what_would_move_and_nothing_moves_meanwhile(rank, group, b
 
 
 @on_ranks(2)
+def test_what_is_saved_while_a_move_is_advised_has_the_shares_that_are_in_force(rank, group, *, tmp_path, monkeypatch):
+    monkeypatch.setattr("zeroresize.measure.calibration.measure_migration_cost", lambda *_: MigrationCost(fixed_s=1e3))
+    paused = Paused(rank, group, tmp_path, by_file=False)
+    paused.wish("advice")
+    paused.updates(13)
+    assert paused.balancer.what_if()["exact"]["owned"][1] < 0.6
+    resumed = Paused(rank, group, tmp_path, by_file=False)
+    resumed.balancer.load_state_dict(paused.balancer.state_dict())
+    assert [each.owned for each in resumed.balancer.plan.ranks] == [1.0, 1.0]
+    resumed.run.steps(1)
+    assert resumed.counts == (96, 96)
+
+
+@on_ranks(2, cases=[("exact",), ("zero-rd",)])
+def test_who_is_slow_is_told_while_balancing_is_paused_to_advice(rank, group, mode, *, tmp_path):
+    paused = Paused(rank, group, tmp_path, by_file=False, mode=mode)
+    paused.run.time.chi = 1.0
+    paused.wish("advice")
+    for chi, slow in ((1.0, [False, False]), (4.0, [False, True]), (1.0, [False, False])):
+        paused.run.time.chi = chi if rank == 1 else 1.0
+        assert paused.updates(8)[-1][0] == "advice"
+        assert [each.is_straggler for each in paused.balancer.plan.ranks] == slow
+        assert paused.records[-1].is_straggler == bool(paused.balancer.metrics()["balance/is_straggler"]) == slow[rank]
+
+
+@on_ranks(2)
 def test_what_is_done_by_hand_and_what_is_loaded_hold_while_balancing_is_off(rank, group, *, tmp_path):
     paused = Paused(rank, group, tmp_path, by_file=False)
     paused.updates(4)

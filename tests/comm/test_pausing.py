@@ -1,7 +1,10 @@
 """What a file or a call says of balancing, and what ranks agree on."""
 
+from types import SimpleNamespace
+
 import pytest
 
+from zeroresize.comm import pausing
 from zeroresize.comm.pausing import VARIABLE, Restraint
 
 
@@ -42,6 +45,26 @@ def test_the_most_restrained_wish_of_any_rank_holds_and_one_rank_says_so(restrai
         "balancing is paused since step 7, as pause() says",
         "balancing goes on since step 7, as every rank says",
     ]
+
+
+def test_the_file_is_read_at_most_once_a_second(tmp_path, monkeypatch):
+    read_at, times = [], (0.0, 0.25, 0.5, 0.75, 1.25, 1.5, 1.75, 2.0, 2.25, 6.0, 6.75)
+    clock = SimpleNamespace(monotonic=lambda: times[len(wishes)])
+
+    def opened(*arguments, **options):
+        read_at.append(clock.monotonic())
+        return open(*arguments, **options)
+
+    file = tmp_path / "balancing"
+    file.write_text("off")
+    monkeypatch.setenv(VARIABLE, str(file))
+    monkeypatch.setattr(pausing, "open", opened, raising=False)
+    monkeypatch.setattr(pausing, "time", clock)
+    restraint, wishes = Restraint(), []
+    for _ in times:
+        wishes.append(restraint.wish())
+        file.write_text("advice")
+    assert read_at == [0.0, 1.25, 2.25, 6.0] and wishes == [2.5] * 4 + [1.5] * 7
 
 
 def test_where_no_file_is_named_none_is_read(monkeypatch):

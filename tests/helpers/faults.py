@@ -7,10 +7,12 @@ import pickle
 import resource
 import signal
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 
 class Evil:
@@ -56,14 +58,32 @@ def writable_by_all(folder: Path) -> list[Path]:
     return [one for one in (folder, *folder.rglob("*")) if one.stat().st_mode & stat.S_IWOTH]
 
 
-def sigterm_at(call: int, owner: Any, name: str) -> None:
+def sigterm_at(call: int, owner: Any, name: str, times: int = 1) -> None:
     """Rank 1 gets SIGTERM, no other rank does, within the call of this number of a function or method."""
     function, calls = getattr(owner, name), []
 
     def counted(*arguments: Any) -> Any:
         calls.append(1)
-        if len(calls) == call and os.environ["RANK"] == "1":
+        for _ in range(times if len(calls) == call and os.environ["RANK"] == "1" else 0):
             os.kill(os.getpid(), signal.SIGTERM)
         return function(*arguments)
 
     setattr(owner, name, counted)
+
+
+def full_disk_on_rank_1() -> None:
+    """From now on its files can grow to 3,000 bytes only: the summary fits, a checkpoint does not."""
+    if os.environ["RANK"] == "1":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+
+
+def saying_status(main: Callable[[Sequence[str]], None]) -> Callable[[Sequence[str]], None]:
+    """``main``, each rank of which says its exit status, and whether it has left the others, and ends with 0."""
+
+    def run(arguments: Sequence[str]) -> None:
+        try:
+            main(arguments)
+        except SystemExit as end:
+            print(f"status {end.code}, {'joined' if dist.is_initialized() else 'left'}")
+
+    return run

@@ -2,14 +2,13 @@
 
 import json
 import os
-import signal
 from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers.faults import put_into_planner_data, writable_by_all
+from helpers.faults import full_disk_on_rank_1, put_into_planner_data, saying_status, sigterm_at, writable_by_all
 from helpers.language_models import NUM_STEPS, by_hand, config_of, keep_time, losses_of, text_of, trained, undivided
 from helpers.planning import fork_planners
 from helpers.processes import forked_training
@@ -177,30 +176,33 @@ def test_no_code_runs_at_resume_and_not_everybody_may_write_to_what_a_run_makes(
     assert "Traceback" not in second.stderr
 
 
+SIZES = ["--set=model={num_blocks: 2, hidden_size: 8, num_heads: 2}", f"--data={SOURCES}", "--set=training.log_every=1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "step"), [("small", 2), ("switching_two_ranks", 3)])
+def test_all_ranks_have_the_status_of_sigterm_where_its_checkpoint_cannot_be_saved(tmp_path, config, step):
+    """Also after the last step."""
+
+    def before():
+        full_disk_on_rank_1()
+        sigterm_at(step, Feed, "count")
+
+    given = [f"--config={config}", *SIZES, "--steps=3", f"--output={tmp_path / 'run'}"]
+    ended = forked_training(given, tmp_path / "ended", before, saying_status(main))
+    assert ended.returncode == 0 and ended.stdout.count("status 143, left\n") == 2, ended.stdout + ended.stderr
+    assert f"SIGTERM: ended after step {step}, not saved; no checkpoint is written yet" in ended.stderr
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["small", "switching_two_ranks", "gpt"])
 def test_sigterm_to_one_rank_saves_and_the_resumed_run_equals_the_uninterrupted_one(tmp_path, config):
-    sizes = [
-        "--set=model={num_blocks: 2, hidden_size: 8, num_heads: 2}",
-        f"--data={SOURCES}",
-        "--set=training.log_every=1",
-    ]
-    given = [f"--config={config}", *sizes, "--steps=6"]
-
-    def get_sigterm():
-        count = Feed.count
-
-        def count_with_sigterm(feed, numbers):
-            count(feed, numbers)
-            if feed.step == 3 and os.environ["RANK"] == "1":
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        Feed.count = count_with_sigterm
-
+    given = [f"--config={config}", *SIZES, "--steps=6"]
     folders = through, cut = [tmp_path / name for name in ("through", "cut")]
     for said, folder, before, *more in (
         ("first", through, lambda: None),
-        ("second", cut, get_sigterm),
+        ("second", cut, lambda: sigterm_at(3, Feed, "count")),
         ("third", cut, lambda: None, "--resume"),
     ):
         ended = forked_training([*given, f"--output={folder}", *more], tmp_path / said, before, main)

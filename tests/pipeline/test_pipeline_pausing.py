@@ -53,6 +53,21 @@ def test_advice_records_moves_that_are_not_made_until_it_is_over(rank, group, by
 
 
 @on_ranks(2)
+def test_the_same_advice_is_recorded_and_logged_once_and_another_anew(rank, group, *, tmp_path):
+    training = Training(group, 8)
+    Wishes(rank, tmp_path, by_file=False).say(training.balancer, "advice")
+    num_profiles = []
+    with caught_log_lines() as lines:
+        for pace in (3.0, 7.0):
+            training.pace.of_rank = pace if rank == 1 else 1.0
+            assert training.train(40) == HOME
+            num_profiles.append(len(training.profiles))
+    advised = [record.after for record in training.records]
+    assert num_profiles[0] > 6 and len(advised) == len(set(advised)) == 2
+    assert len([line for line in lines if "by advice only" in line]) == (0 if rank else 2)
+
+
+@on_ranks(2)
 def test_a_move_that_is_decided_and_not_begun_is_dropped_at_once(rank, group, *, tmp_path):
     wishes = Wishes(rank, tmp_path, by_file=False)
     training = Training(group, 8, profile_every=1)

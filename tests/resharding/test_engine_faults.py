@@ -181,14 +181,24 @@ def laying_out_rounds(error):
 def out_of_memory(run_out, expected):
     def fail(moving, patch):
         if moving.rank == 1:
-            patch.setattr(moving.part, "allocate", run_out)
+            patch.setattr(transport.Transport, "allocate", run_out)
         text = moving.fails(moving.move, NotEnoughMemoryError)
         assert "ranks [1] of the group failed while preparing " in text and expected in text, text
 
     return fail
 
 
-ALWAYS = [nowhere, elsewhere, other_optimizer_state, too_little_memory]
+def out_of_memory_at_last(moving, patch):
+    """Once messages and new tensors have theirs."""
+    make, run_out = moving.part.make_tensors, lambda part: (make(part), torch.empty(2**50))
+    if moving.rank == 1:
+        patch.setattr(moving.part, "make_tensors", run_out)
+    text = moving.fails(moving.move, NotEnoughMemoryError)
+    named = f"NotEnoughMemoryError: {NOTHING}: ranks [1] of the group failed while preparing "
+    assert text.startswith(named) and "DefaultCPUAllocator: can't allocate memory" in text, text
+
+
+ALWAYS = [nowhere, elsewhere, other_optimizer_state, too_little_memory, out_of_memory_at_last]
 #: Each kind of move has one of them in every run, and all where tests are exhaustive.
 SOMETIMES = [
     in_the_middle(RuntimeError("it cannot be read")),

@@ -5,12 +5,12 @@ What a training computes, however it was started, is seen in ranks that are fork
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import os
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +22,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("pyarrow")
 
 import torch
-from helpers.faults import put_into_planner_data, sigterm_at, writable_by_all
+from helpers.faults import full_disk_on_rank_1, put_into_planner_data, saying_status, sigterm_at, writable_by_all
 from helpers.processes import forked_training
 from helpers.runs import refused, write_parquet
 
@@ -48,19 +48,6 @@ def die_in_second_epoch() -> None:
         return backward(*arguments)
 
     vit_examples.train.backward = dying_backward
-
-
-def get_sigterm_in_second_epoch() -> None:
-    """On rank 1, in the third step, twice, as from a scheduler and from torchrun."""
-    backward, calls = vit_examples.train.backward, []
-
-    def backward_with_sigterm(*arguments: Any) -> torch.Tensor:
-        calls.append(1)
-        for _ in range(2 if len(calls) == 7 and os.environ["RANK"] == "1" else 0):
-            os.kill(os.getpid(), signal.SIGTERM)
-        return backward(*arguments)
-
-    vit_examples.train.backward = backward_with_sigterm
 
 
 #: Death under torchrun.
@@ -190,7 +177,8 @@ def test_sigterm_to_one_rank_saves_within_the_epoch_and_the_resumed_run_equals_t
 ) -> None:
     through, output = finished_run(host, pictures, finished_runs), tmp_path / "run"
     arguments = micro_arguments(pictures, output, f"host={host}")
-    ended = forked_training(arguments, tmp_path / "ended", get_sigterm_in_second_epoch)
+    before = functools.partial(sigterm_at, 7, vit_examples.train, "backward", 2)  # from a scheduler and torchrun
+    ended = forked_training(arguments, tmp_path / "ended", before)
     assert ended.returncode == 0, ended.stderr
     checkpoint = output / "checkpoints" / "epoch-00000001-step-00000007"
     assert (
@@ -232,6 +220,20 @@ def test_sigterm_to_one_rank_ends_all_after_the_same_step_and_the_resumed_run_eq
     )
     assert resumed == uninterrupted
     assert json.loads((output / "summary.json").read_text())["steps_timed"] == NUM_STEPS
+
+
+def test_all_ranks_have_the_status_of_sigterm_where_its_checkpoint_cannot_be_saved(
+    pictures: Path, tmp_path: Path
+) -> None:
+    def before() -> None:
+        full_disk_on_rank_1()
+        sigterm_at(2, vit_examples.train, "backward")
+
+    arguments = micro_arguments(pictures, tmp_path / "run", "host=torch")
+    ended = forked_training(arguments, tmp_path / "ended", before, saying_status(vit_examples.train.main))
+    assert ended.returncode == 0 and ended.stdout.count("status 143, left\n") == 2, ended.stdout + ended.stderr
+    assert "SIGTERM: ended after step 2, not saved; no checkpoint is written yet" in ended.stderr
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
 @pytest.mark.timeout(300)

@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 _TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 #: Ranks that a dry run assumes where nothing says how many.
 _DRY_RANKS = 2
-_MISTAKE, _INTERRUPTED = 2, 128 + signal.SIGINT
+_MISTAKE, _INTERRUPTED, TERMINATED = 2, 128 + signal.SIGINT, 128 + signal.SIGTERM
 #: torchrun sends a signal on to ranks that may have it already (the terminal): the same again within so many seconds.
 _SAME_S = 3.0
 #: A rank whose collective failed because another was interrupted first has its own signal within so many seconds.
@@ -127,8 +127,12 @@ def leave_together() -> None:
 
 @contextmanager
 def left_together(leave: Callable[[], None] = leave_together) -> Iterator[None]:
-    """Call ``leave`` behind a block that has ended well."""
-    yield
+    """Call ``leave`` behind a block that has ended well, or in which all ranks have ended the program."""
+    try:
+        yield
+    except SystemExit:
+        leave()
+        raise
     leave()
 
 

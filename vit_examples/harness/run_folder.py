@@ -22,7 +22,7 @@ from typing_extensions import Self
 from vit_examples.harness.checkpoints import checkpoint_folder, done_at, in_words, newest, read_state
 from vit_examples.harness.config_reader import plain
 from vit_examples.harness.folders import claimed, writable
-from vit_examples.harness.program import agreed, of_all_ranks
+from vit_examples.harness.program import TERMINATED, agreed, of_all_ranks
 from zeroresize.utils.files import BestEffort, EventBoard, JsonLines, without_nan, write_whole
 
 logger = logging.getLogger(__name__)
@@ -75,10 +75,12 @@ def how_to_go_on(config: Any) -> str:
     return f"the same command with --resume goes on after {in_words(done_at(checkpoint))}, from {checkpoint}"
 
 
-def say_end(config: Any, step: int) -> None:
-    """Say on the first rank that SIGTERM has ended a run, and how to go on."""
+def say_end(config: Any, step: int, *, is_saved: bool) -> None:
+    """Say on the first rank that SIGTERM has ended a run, and how to go on; SystemExit on all if it is not saved."""
     if dist.get_rank() == 0:
-        logger.warning("SIGTERM: ended after step %d; %s", step, how_to_go_on(config))
+        logger.warning("SIGTERM: ended after step %d%s; %s", step, ", not saved" * (not is_saved), how_to_go_on(config))
+    if not is_saved:
+        raise SystemExit(TERMINATED)
 
 
 class RunRecord:
