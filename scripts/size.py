@@ -25,9 +25,9 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 45_600,
+    "package lines": 45_258,
     "package files": 270,
-    "package code lines": 29_215,
+    "package code lines": 29_122,
     "tests lines": 42_118,
     "examples lines": 12_500,
     "docs lines": 4_293,
