@@ -323,9 +323,11 @@ from helpers.virtual_training import Run
 group = dist.new_group([0, 1], timeout=limit)
 run = Run(group, mode="mig", update_every=3)
 run.steps(4)
+dist.all_reduce(torch.ones(1))
 if rank == 0:
+    time.sleep(0.3)  # until rank 1 has all that it waits for
     os.kill(os.getpid(), signal.SIGSTOP)
-time.sleep(0.3)
+time.sleep(1.0)
 run.balancer.epoch_end()
 """
 
