@@ -13,6 +13,7 @@ from zeroresize.resharding.agreement import (
     MeetReplicas,
     NotEnoughMemoryError,
     allocate_together,
+    gather_reasons,
     gather_texts,
     meet_over,
     meet_prepared,
@@ -97,6 +98,12 @@ def test_ranks_that_differ_are_grouped_and_replicas_are_named_by_the_job():
             require_same([1.0, 2.0, 1.0], "something", meeting([]), moves=moves)
     with pytest.raises(RuntimeError, match=r"the ranks of the job differ in something: \[\[4\], \[6\]\]"):
         require_same([1.0, 2.0], "something", MeetReplicas(meeting([]), (4, 6)))
+
+
+def test_reasons_are_given_at_once_each_of_this_rank_or_of_the_first_other_that_has_one():
+    row, heard = [*text_numbers(""), *text_numbers("odd\nmore"), *text_numbers("é")], []
+    reasons = gather_reasons(meeting([row, row], heard), None, None, "here")
+    assert reasons == [None, "odd (rank 1 of the group)", "here"] and len(heard) == 1
 
 
 def test_who_has_not_received_everything_is_named_and_waits_no_longer_than_it_may():

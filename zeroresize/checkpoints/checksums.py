@@ -149,11 +149,8 @@ class SavedChecksums:
             raise ValueError(f"{name}: of another save: its checksum is not that of when it was written")
 
     def _piece(self, key: MetadataIndex) -> SavedPiece | None:
-        for entry in self._of(key):
-            piece = entry.pieces.get(key.fqn, {}).get(_key(key.offset or ()))
-            if piece is not None:
-                return piece
-        return None
+        pieces = (entry.pieces.get(key.fqn, {}).get(_key(key.offset or ())) for entry in self._of(key))
+        return next(filter(None, pieces), None)
 
     def _is_known(self, name: str) -> bool:
         """Whether any rank has written pieces of a tensor."""

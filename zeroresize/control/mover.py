@@ -217,7 +217,7 @@ class Mover:
             why = str(error) or type(error).__name__
         rows = everybody.gather([measured.seconds_per_byte, measured.fixed_s, num_bytes])
         if any(math.isnan(row[-1]) for row in rows):
-            units.why_not_movable = gather_reasons(why, units.meet)
+            (units.why_not_movable,) = gather_reasons(units.meet, why)
             text = f"no units change hands between the ranks, and training goes on: {units.why_not_movable}"
             self._reporter.warn(num_steps, text)
             self._decider.hold_owned(units.shares)

@@ -27,11 +27,12 @@ from zeroresize.policy.microbatches.costs import VALUES, CostTable, LayerGrid, g
 from zeroresize.resharding.agreement import meet_over
 from zeroresize.runtime.activations import Batch, BatchOf, HandedOn, as_argument, as_tuple, find_activations
 from zeroresize.runtime.counted_loss import Loss
-from zeroresize.runtime.stage import RECOMPUTATIONS
+from zeroresize.runtime.stage import RECOMPUTATIONS, set_recomputation
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.utils.checked import checked, integer, real
 from zeroresize.utils.codec import decoded, encoded
 from zeroresize.utils.hashing import digest
+from zeroresize.utils.torch_state import seconds_when_done
 from zeroresize.utils.value_checks import one_of
 
 logger = logging.getLogger(__name__)
@@ -135,8 +136,7 @@ def kinds_of(whole_layers: Sequence[nn.Module]) -> tuple[str, ...]:
 
     The first and the last layer are kinds of their own: tokens come in, and the loss is computed.
     """
-    places = ["", *([""] * (len(whole_layers) - 2)), ""]
-    places[0], places[-1] = " first", " last"
+    places = [" first", *([""] * (len(whole_layers) - 2)), " last"]
     return tuple(
         f"{type(layer).__name__} {digest(repr([list(each.shape) for each in layer.parameters()])).hex()[:8]}{place}"
         for layer, place in zip(whole_layers, places, strict=True)
@@ -191,10 +191,7 @@ class _LayerProbe:
     ) -> None:
         self._layer, self._batch_of, self._device, self._meet = layer, batch_of, device, meet
         self._handed, self._loss = around[0], None if around[1] is not None else loss
-        self._recomputes, self._is_warm = recomputation == "layers", False
-        for module in layer.modules():
-            if hasattr(module, "recompute"):
-                module.recompute = recomputation == "attention"  # type: ignore[assignment]
+        self._recomputes, self._is_warm = set_recomputation([layer], recomputation), False
 
     def measure(self, sizes: Mapping[str, int]) -> list[float]:
         """Return seconds forward and backward, bytes kept and bytes of workspace; infinite where memory ends."""
@@ -228,16 +225,16 @@ class _LayerProbe:
     def _seconds(self, sizes: Mapping[str, int], batch: Batch) -> tuple[float, float]:
         """Of runs one behind another, as in training: a device that is waited for each time would seem slower."""
         x = self._given(sizes, batch)
-        begin = self._now()
+        begin = seconds_when_done(self._device)
         for _ in range(_IN_A_ROW):
             y = self._run(x, batch)
-        forward_s = (self._now() - begin) / _IN_A_ROW
+        forward_s = (seconds_when_done(self._device) - begin) / _IN_A_ROW
         del y
-        begin = self._now()
+        begin = seconds_when_done(self._device)
         for _ in range(_IN_A_ROW):
             ys = [y for y in as_tuple(self._run(x, batch)) if y.requires_grad]
             torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])
-        both_s = (self._now() - begin) / _IN_A_ROW
+        both_s = (seconds_when_done(self._device) - begin) / _IN_A_ROW
         return forward_s, max(both_s - forward_s, 0.0)
 
     def _bytes(self, sizes: Mapping[str, int], batch: Batch) -> tuple[float, float]:
@@ -259,8 +256,3 @@ class _LayerProbe:
             torch.autograd.backward(ys, gradients)
             most = meter.most() - begin
         return float(max(kept, 0)), float(max(most - kept, 0))
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()

@@ -43,9 +43,8 @@ from zeroresize.microbatch.planning_process import (
 )
 from zeroresize.microbatch.store import SharedStore, StoreError
 from zeroresize.policy.microbatches.plan import IterationPlan
-from zeroresize.resharding.agreement import agreed, let_others_know, meet_over, require_same
+from zeroresize.resharding.agreement import agreed, let_others_know, make_alike, meet_over
 from zeroresize.utils.checked import checked, integer, real
-from zeroresize.utils.hashing import fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -155,9 +154,7 @@ class RunPlanners:
             return text, self._checked(text, iteration, batch)
 
         what = f"the plan of iteration {iteration}"
-        (_, plan), table = agreed(self._meet, planned, lambda made: (fingerprint(made[0]), 0.0), what=what)
-        require_same([row[0] for row in table], what, self._meet)
-        return plan
+        return make_alike(self._meet, planned, lambda made: made[0], what)[1]
 
     def is_over(self, iteration: int) -> bool:
         """Whether no iteration from this one on is planned."""
@@ -397,8 +394,7 @@ class _Task:
     place: Place
     began: float
     future: Future[float]
-    is_first: bool  # of its process, which starts for it
-    begun: float = math.inf  # when its process had started
+    begun: float  # when its process had started; infinite as long as it starts for it
 
     @property
     def seconds(self) -> float:
@@ -422,7 +418,8 @@ class _Worker:
 
     def start(self, path: Path, place: Place, when_done: Callable[[], object]) -> None:
         """Plan an iteration; :meth:`outcome` tells of all that fails."""
-        self.task = _Task(path, place, time.monotonic(), Future(), self._pool is None)
+        now = time.monotonic()
+        self.task = _Task(path, place, now, Future(), math.inf if self._pool is None else now)
         begun_path(path, place[1]).unlink(missing_ok=True)
         try:
             if self._pool is None:
@@ -442,7 +439,7 @@ class _Worker:
     def is_starting(self) -> bool:
         """Whether its process imports what it needs."""
         task = self.task
-        return task is not None and task.is_first and not task.future.done() and not task.has_begun()
+        return task is not None and not task.future.done() and not task.has_begun()
 
     def outcome(self, deadline_s: float) -> tuple[float, bytes] | str | None:
         """Return the seconds and what was planned, or in words why nothing comes; None while that is not known."""
@@ -452,8 +449,6 @@ class _Worker:
         if not task.future.done():
             if task.has_begun():
                 return f"took longer than {deadline_s:g} s" if time.monotonic() - task.begun > deadline_s else None
-            if not task.is_first:
-                return f"took longer than {deadline_s:g} s" if task.seconds > deadline_s else None
             return f"did not start within {_START_S:g} s" if task.seconds > _START_S else None
         path = path_of(task.path, task.place[1])
         try:

@@ -27,6 +27,7 @@ from zeroresize.strategy.switching.switcher import by_one_thread
 from zeroresize.utils.checked import checked
 from zeroresize.utils.hashing import fingerprint
 from zeroresize.utils.texts import alike, named_ranks
+from zeroresize.utils.torch_state import seconds_when_done
 
 #: The tokens of samples are compared between the ranks of a replica in so many iterations, and then once in so many.
 _FIRST, _EVERY = 10, 1000
@@ -194,8 +195,7 @@ class MicroBatchTrainer(StepTrainer):
             work_begin = time.perf_counter()
             instructions = plan.replicas[position.replica].stages[position.stage] if position is not None else None
             parts = self._computed(self._batches, self._stage_seed(), instructions, recompute=plan.recomputation)
-            self._synchronize()
-            work_s = time.perf_counter() - work_begin
+            work_s = seconds_when_done(self.model.device) - work_begin
             mean, norm, is_skipped, _ = self._step_optimizer(parts)
         return IterationReport(
             mean,

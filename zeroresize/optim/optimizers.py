@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from zeroresize.utils.torch_private import is_initialized
+from zeroresize.utils.torch_state import remove_all
 
 
 def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
@@ -80,7 +80,7 @@ def hook_steps(
     registered = ((inner.register_step_pre_hook, before), (inner.register_step_post_hook, after))
     given = [(register, method) for register, method in registered if method is not None]
     hooks = [register(_calling(weakref.WeakMethod(method))) for register, method in given]
-    unhook = weakref.finalize(given[0][1].__self__, _remove, hooks)  # type: ignore[attr-defined]
+    unhook = weakref.finalize(given[0][1].__self__, remove_all, hooks)  # type: ignore[attr-defined]
     unhook.atexit = False
     return unhook
 
@@ -92,11 +92,6 @@ def _calling(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[..., No
             alive()
 
     return call
-
-
-def _remove(hooks: Iterable[RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()
 
 
 def not_stepped(optimizer: Any, parameters: Mapping[str, Tensor]) -> list[str]:

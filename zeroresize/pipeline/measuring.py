@@ -42,6 +42,7 @@ from zeroresize.policy.pipeline.profile_cadence import ProfileCadence, SpentSeco
 from zeroresize.policy.pipeline.profiles import PipelineProfile
 from zeroresize.resharding.agreement import meet_over
 from zeroresize.utils.checked import checked
+from zeroresize.utils.torch_state import remove_all
 
 logger = logging.getLogger(__name__)
 
@@ -287,7 +288,7 @@ class GivenRows:
             if module not in self._rows and _num_weights(module):
                 rows = self._rows[module] = [0.0]
                 handles.append(module.register_forward_pre_hook(partial(_add, rows), with_kwargs=True))
-        finalize(self, _remove, handles)
+        finalize(self, remove_all, handles)
 
     def reset(self) -> None:
         """Begin to count anew."""
@@ -311,11 +312,6 @@ def _add(rows: list[float], module: nn.Module, args: tuple[Any, ...], kwargs: Ma
 def _num_weights(module: nn.Module) -> int:
     """Elements of its own matrices."""
     return sum(one.numel() for one in module.parameters(recurse=False) if one.dim() > 1)
-
-
-def _remove(handles: Iterable[Any]) -> None:
-    for handle in handles:
-        handle.remove()
 
 
 class BlockSeconds:

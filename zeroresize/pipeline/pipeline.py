@@ -32,7 +32,7 @@ from zeroresize.pipeline.stage_layers import (
 )
 from zeroresize.pipeline.stage_steps import Make, StageSteps
 from zeroresize.plan.partition import Partition
-from zeroresize.resharding.agreement import agreed, let_others_know, meet_over, require_same
+from zeroresize.resharding.agreement import agreed, let_others_know, make_alike, meet_over
 from zeroresize.runtime.counted_loss import Count, CountedLoss, Loss, multiply_gradients, total_count
 from zeroresize.runtime.schedules import Schedule
 from zeroresize.utils.checked import checked, integer
@@ -119,7 +119,7 @@ class Pipeline:
         self._joined: Meet | None = None
         self._side_group: CpuGroup | None = None
 
-        def checked() -> tuple[list[nn.Module], float]:
+        def checked() -> list[nn.Module]:
             whole = list(layers)
             self.boundaries = (
                 divided_by_parameters(whole, self.num_stages)
@@ -130,11 +130,10 @@ class Pipeline:
             require_ties_within_stages(whole, self.boundaries)
             require_initialize(whole, self._present(), initialize)
             self.description = fingerprint(str([num_microbatches, schedule, _description(whole)]))
-            return whole, fingerprint(str([self.boundaries, self.description]))
+            return whole
 
-        meet = self.meet()
-        (whole, _), table = agreed(meet, checked, lambda made: (made[1], 0.0), what="a pipeline")
-        require_same([row[0] for row in table], "layers, boundaries, micro-batches or schedule", meet)
+        same = "layers, boundaries, micro-batches or schedule"
+        whole = make_alike(self.meet(), checked, lambda _: [self.boundaries, self.description], "a pipeline", same)
         self.module = StageLayers(whole, self._present())
         self._steps = StageSteps(schedule, self.module, self.device, self.loss)
         self._steps.follow(process_group)
@@ -232,7 +231,7 @@ class Pipeline:
         _require_gradients("step")
         return self._run_microbatches(
             lambda: (
-                _split(self._stage_inputs(inputs), self.num_microbatches),
+                _split(inputs if self.stage == 0 else (), self.num_microbatches),
                 [each for (each,) in _split([] if target is None else [target], self.num_microbatches)],
             )
         )
@@ -264,7 +263,8 @@ class Pipeline:
         Every rank calls it, as :meth:`step`. The caller decides on ``pipeline.layers.eval()``.
         """
         _ = self.process_group  # an error where this rank was released
-        outputs = self._steps.evaluate(lambda: (_split(self._stage_inputs(inputs), self.num_microbatches), []))
+        given = inputs if self.stage == 0 else ()
+        outputs = self._steps.evaluate(lambda: (_split(given, self.num_microbatches), []))
         joined = [torch.cat(of_each) for of_each in zip(*outputs, strict=True)]
         return None if not joined else joined[0] if len(joined) == 1 else tuple(joined)
 
@@ -402,9 +402,6 @@ class Pipeline:
     @property
     def _is_last(self) -> bool:
         return self.stage == self.num_stages - 1
-
-    def _stage_inputs(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        return inputs if self.stage == 0 else ()
 
     def _present(self) -> range:
         if self._group is None:

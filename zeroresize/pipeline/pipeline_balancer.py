@@ -43,15 +43,13 @@ from zeroresize.resharding.agreement import (
     ARGUMENTS,
     CannotMoveError,
     NotEnoughMemoryError,
-    agreed,
+    make_alike,
     meet_prepared,
-    require_same,
 )
 from zeroresize.resharding.parameter_state import groups_of, require_movable_state
 from zeroresize.telemetry import ChangeRecord
 from zeroresize.utils.checked import checked, integer, real
 from zeroresize.utils.codec import loaded, saved
-from zeroresize.utils.hashing import fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -183,11 +181,8 @@ class PipelineBalancer(Pausable):
         self._advised: tuple[int, ...] | None = None
         self._steps_of_block = 1
         self._cadence = cadence = ProfileCadence(profile_every, max_measuring)
-        options = ""
-        replicas_group: ProcessGroup | None = None
 
-        def checked() -> tuple[WorkCounter, RebalancingRule, list[int | None]]:
-            nonlocal options, replicas_group
+        def checked() -> tuple[WorkCounter, RebalancingRule, ProcessGroup | None, str, list[int | None]]:
             limits = None if memory_limits is None else tuple(map(float, memory_limits))
             if limits is not None and len(limits) != pipeline.num_stages:
                 raise ValueError(f"memory_limits are {len(limits)}, not one of each of {pipeline.num_stages} stages")
@@ -207,14 +202,15 @@ class PipelineBalancer(Pausable):
                 f"{rule}, {cadence}, count_work={'a function' if callable(count_work) else count_work}, "
                 f"measure_links={measure_links}, max_bytes={max_bytes}, move_during_backward={move_during_backward}"
             )
-            return counter, rule, groups
+            return counter, rule, replicas_group, options, groups
 
-        def numbers_of(made: tuple[WorkCounter, RebalancingRule, list[int | None]]) -> tuple[float, float]:
-            return fingerprint(f"{options} {replicas is None} {units is None} {repack} {made[-1]}"), 0.0
-
-        meet = pipeline.meet()
-        (counter, rule, _), table = agreed(meet, checked, numbers_of, what="a PipelineBalancer")
-        require_same([row[0] for row in table], _OPTIONS, meet)
+        counter, rule, replicas_group, options, _ = make_alike(
+            pipeline.meet(),
+            checked,
+            lambda made: [made[-2], replicas is None, units is None, str(repack), made[-1]],
+            "a PipelineBalancer",
+            _OPTIONS,
+        )
         self._replicas: PipelineReplicas | None = None
         if replicas_group is not None:
             self._replicas = PipelineReplicas(pipeline, replicas_group, options)

@@ -25,7 +25,7 @@ from zeroresize.policy.pipeline.division import PipelineLoad
 from zeroresize.policy.pipeline.profiles import LayerCosts, PipelineProfile
 from zeroresize.policy.pipeline.rebalancing import RebalancingRule
 from zeroresize.policy.pipeline.repacking_decision import Repacking, repacked, repacked_onto_fewest
-from zeroresize.resharding.agreement import meet_prepared
+from zeroresize.resharding.agreement import agreed, meet_prepared
 from zeroresize.resharding.parcels import sent_and_received
 from zeroresize.resharding.transaction import prepare_transaction, receive_transaction
 from zeroresize.utils.checked import checked, integer, real
@@ -249,19 +249,18 @@ def _move_and_follow(
 
 def _make_remaining_group(pipeline: Pipeline, stages: Sequence[int], begin: float) -> tuple[ProcessGroup | None, float]:
     """Make the group of the stages that stay, on all ranks or on none; and the slowest rank's seconds; collective."""
-    meet, group = pipeline.meet(), None
+    meet, made = pipeline.meet(), list[ProcessGroup]()
     what = "the group of the stages that stay"
     free = [number for number, *_ in meet_prepared(meet, (float(free_group_number()), 0.0), what, moves=True)]
-    row: tuple[float, float] | Exception
-    try:
+
+    def make() -> None:
         if pipeline.stage in stages:
-            group = make_side_group(pipeline.process_group, stages, int(max(free)))
-        row = time.perf_counter() - begin, 0.0
-    except Exception as error:  # the others must hear of any
-        row = error
+            made.append(make_side_group(pipeline.process_group, stages, int(max(free))))
+
     try:
-        return group, max(seconds for seconds, *_ in meet_prepared(meet, row, what, moves=True))
+        _, table = agreed(meet, make, lambda _: (time.perf_counter() - begin, 0.0), what=what, moves=True)
     except Exception:
-        if group is not None:
+        for group in made:
             destroy_side_group(group)
         raise
+    return next(iter(made), None), max(seconds for seconds, *_ in table)

@@ -111,9 +111,9 @@ class Watchers:
             if ended is not None:
                 watcher.ends(ended, False)
             watcher.backward_reaches(number)
-        for watcher in reversed(self.everyone if number is not None else []):
-            assert number is not None
-            watcher.begins(number, False, ())
+        if number is not None:
+            for watcher in reversed(self.everyone):
+                watcher.begins(number, False, ())
 
 
 class StageLayers(nn.Module):
@@ -164,10 +164,9 @@ def require_ties_within_stages(layers: Sequence[nn.Module], boundaries: Sequence
             other, other_name = first.setdefault(id(parameter), (number, name))
             if stages[other] != stages[number]:
                 raise ValueError(
-                    f"{path_of(other, other_name)} and {path_of(number, name)} are one parameter (tied "
-                    f"weights, or a reference), "
-                    f"but with boundaries {list(boundaries)} they are on stages {stages[other]} and {stages[number]}: "
-                    "layers that share parameters must be on one stage"
+                    f"{path_of(other, other_name)} and {path_of(number, name)} are one parameter (tied weights, or a "
+                    f"reference), but with boundaries {list(boundaries)} they are on stages {stages[other]} and "
+                    f"{stages[number]}: layers that share parameters must be on one stage"
                 )
 
 

@@ -95,7 +95,7 @@ class StageSteps:
             losses.append(loss)
             return (loss,)
 
-        self._run(instructions, microbatches, finish, inputs, keys, trains=True)
+        self._run(instructions, microbatches, finish, keys, trains=True)
         return torch.stack(losses).sum().detach() if losses else None
 
     @torch.no_grad()
@@ -110,7 +110,7 @@ class StageSteps:
             outputs.append(as_tuple(ys))
             return ()
 
-        self._run(instructions, microbatches, finish, inputs, keys, trains=False)
+        self._run(instructions, microbatches, finish, keys, trains=False)
         return outputs
 
     def _run(
@@ -118,7 +118,6 @@ class StageSteps:
         instructions: Sequence[Instruction],
         microbatches: Sequence[Sequence[Tensor]],
         finish: Callable[[int, Any], tuple[Tensor, ...]],
-        inputs: Sequence[Boundary],
         keys: Sequence[Key],
         *,
         trains: bool,

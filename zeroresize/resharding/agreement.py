@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -197,11 +199,32 @@ def require_same(numbers: Sequence[float], what: str, meet: Meet, *, moves: bool
         raise RuntimeError(f"{who} differ in {what}: {groups}{at_fault(groups)}")
 
 
-def gather_reasons(reason: str | None, meet: Meet) -> str | None:
-    """Return why ranks cannot do something: this one's reason, or the first of the others, if any; collective."""
-    texts = map(text_of, meet(*text_numbers(reason or "")))
-    others = (f"{text} (rank {_number(row, meet)} of the {_whose(meet)})" for row, text in enumerate(texts) if text)
-    return reason or next(others, None)
+def make_alike(
+    meet: Meet, make: Callable[[], _T], describe: Callable[[_T], object], what: str, same: str | None = None
+) -> _T:
+    """Return what ``make`` returns, once all ranks have made the same; collective.
+
+    Of what was made ``describe`` returns values for JSON, to be the same on all ranks. Errors name ``what`` is made,
+    and what is to be the ``same``, where that is something else.
+
+    Raises:
+        Exception: what ``make`` raises here.
+        RuntimeError: if it failed on another rank, ranks differ in what they made, or one does not come.
+    """
+    made, table = agreed(meet, make, lambda made: (fingerprint(json.dumps(describe(made))), 0.0), what=what)
+    require_same([number for number, *_ in table], same or what, meet)
+    return made
+
+
+def gather_reasons(meet: Meet, *reasons: str | None) -> list[str | None]:
+    """Return why ranks cannot do some things: of each this one's reason, or the first of the others; collective."""
+    table = meet(*(number for reason in reasons for number in text_numbers(reason or "")))
+    known = [reason or None for reason in reasons]
+    for row, numbers in enumerate(map(iter, table)):
+        for place, text in enumerate([text_of(numbers) for _ in reasons]):
+            if text and known[place] is None:
+                known[place] = f"{text} (rank {_number(row, meet)} of the {_whose(meet)})"
+    return known
 
 
 def text_numbers(text: str) -> list[float]:
@@ -210,10 +233,13 @@ def text_numbers(text: str) -> list[float]:
     return [float(len(data)), *map(float, data)]
 
 
-def text_of(numbers: Sequence[float]) -> str:
-    """Return the text that a rank has given as :func:`text_numbers`, whatever follows; empty if it gave none."""
-    size, *data = map(int, numbers or [0.0])
-    return bytes(byte & 255 for byte in data[:size]).decode(errors="ignore")
+def text_of(numbers: Iterable[float]) -> str:
+    """Return the text that a rank has given as :func:`text_numbers`, whatever follows; empty if it gave none.
+
+    Of an iterator it takes no more than the text.
+    """
+    rest = map(int, numbers)
+    return bytes(byte & 255 for byte in itertools.islice(rest, max(next(rest, 0), 0))).decode(errors="ignore")
 
 
 def require_received(
@@ -271,13 +297,13 @@ def allocate_together(
     free = free_bytes(device)
     free_here = math.inf if free is None else float(max(free, 0))
     place_here = fingerprint(_place_of(device))
-    numbers: Sequence[float] | Exception = [float(needed), free_here, place_here]
-    if needed <= free_here:
-        try:
+
+    def allocate_what_fits() -> None:
+        if needed <= free_here:
             allocate()
-        except Exception as error:  # the others must hear of any
-            numbers = error
-    table = meet_prepared(meet, numbers, what, moves=True)
+
+    needs = float(needed), free_here, place_here
+    _, table = agreed(meet, allocate_what_fits, lambda _: needs, what=what, moves=True)
     if check is not None:
         check(table)
     all_needed, frees, places = zip(*(row[:3] for row in table), strict=True)

@@ -11,6 +11,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,7 @@ from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.optim.optimizers import torch_optimizer
 from zeroresize.utils.torch_private import buffers_of, is_dtensor, parameters_of
+from zeroresize.utils.torch_state import remove_all
 
 _SAVING = (
     "which no other number of ranks, and no model that is not balanced, could load. Save with all units at home, "
@@ -112,28 +114,15 @@ def guard_optimizer(optimizer: Any, are_away: Callable[[], bool]) -> Callable[[]
         return lambda: None
     alive = weakref.WeakMethod(are_away)
 
-    def is_away() -> bool:
-        ask = alive()
-        return ask is not None and ask()
-
-    def before_saving(_: Any) -> None:
-        if is_away():
-            raise RuntimeError(f"optimizer.state_dict(): its state is of unevenly divided layers, {_SAVING}")
-
-    def before_loading(*_: Any) -> None:
-        if is_away():
-            raise RuntimeError(f"optimizer.load_state_dict(): its state is of unevenly divided layers, {_LOADING}")
+    def refuse(call: str, remedy: str) -> None:
+        if (ask := alive()) is not None and ask():
+            raise RuntimeError(f"optimizer.{call}: its state is of unevenly divided layers, {remedy}")
 
     handles = (
-        inner.register_state_dict_pre_hook(before_saving),
-        inner.register_load_state_dict_pre_hook(before_loading),
+        inner.register_state_dict_pre_hook(lambda _: refuse("state_dict()", _SAVING)),
+        inner.register_load_state_dict_pre_hook(lambda *_: refuse("load_state_dict()", _LOADING)),
     )
-
-    def remove() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return remove
+    return partial(remove_all, handles)
 
 
 def _before_saving(module: Any, prefix: str, keep_vars: bool) -> None:

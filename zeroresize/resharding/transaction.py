@@ -36,6 +36,7 @@ from zeroresize.resharding.agreement import (
 )
 from zeroresize.resharding.parcels import End, RankRounds
 from zeroresize.resharding.transport import Transport
+from zeroresize.utils.torch_state import synchronize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,8 +301,7 @@ def receive_transaction(transaction: Transaction, participants: Participants) ->
     try:
         failure = transaction.carry_out()
         is_outdated = failure is None and transaction.is_outdated
-        if participants.device.type == "cuda":  # a wait only orders streams: nothing has been received before this
-            torch.cuda.synchronize(participants.device)
+        synchronize(participants.device)  # a wait only orders streams: nothing has been received before this
     except Exception as error:  # the others must hear of any
         failure = error
     left: timedelta | None = None

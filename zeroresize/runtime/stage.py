@@ -7,7 +7,7 @@ stages hand on activations, and gradients, in the dtype that they have without i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from typing import Any
@@ -43,6 +43,15 @@ def weights_cast_anew() -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
+def set_recomputation(layers: Iterable[nn.Module], recompute: str) -> bool:
+    """Let layers recompute their attention where that is wanted; return whether they are to be recomputed whole."""
+    one_of("recompute", recompute, RECOMPUTATIONS)
+    for module in (module for layer in layers for module in layer.modules()):
+        if hasattr(module, "recompute"):
+            module.recompute = recompute == "attention"  # type: ignore[assignment]
+    return recompute == "layers"
+
+
 class Stage:
     """Runs a rank's neighbouring layers of one replica, between the stages before and behind, as it is told.
 
@@ -74,13 +83,8 @@ class Stage:
         recompute: str = "none",
         on_computed: Callable[[Instruction], object] | None = None,
     ) -> None:
-        one_of("recompute", recompute, RECOMPUTATIONS)
         self._layers, self._device, self._seed = layers, device, seed
-        self._recomputes_layers = recompute == "layers"
-        for layer in layers:
-            for module in layer.modules():
-                if hasattr(module, "recompute"):
-                    module.recompute = recompute == "attention"  # type: ignore[assignment]
+        self._recomputes_layers = set_recomputation(layers, recompute)
         self._group = None if process_group is None or group_size(process_group) == 1 else process_group
         self._number, self._num_stages = 0, 1
         self._before: HandedOn = ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -19,6 +18,7 @@ from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
 from zeroresize.resharding.agreement import meet_over
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed
+from zeroresize.utils.torch_state import seconds_when_done
 from zeroresize.utils.value_checks import at_least
 
 #: The lengths that are timed: the longest one, and these parts of it.
@@ -144,17 +144,11 @@ def measure_links(model: SwitchableModel) -> LinkSpeeds:
 
 def _timed(layers: Sequence[nn.Module], batch: Packed, model: SwitchableModel) -> list[float]:
     """[L] seconds of forward and backward of each layer."""
-
-    def now() -> float:
-        if model.device.type == "cuda":
-            torch.cuda.synchronize(model.device)
-        return time.perf_counter()
-
     seconds, x = [], batch.tokens
     for layer in layers:
-        began = now()
+        began = seconds_when_done(model.device)
         x = _both_ways(layer, x, batch)
-        seconds.append(now() - began)
+        seconds.append(seconds_when_done(model.device) - began)
         model.drop_gradients()
     return seconds
 

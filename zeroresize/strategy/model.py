@@ -24,12 +24,12 @@ from zeroresize.optim.optimizers import require_stepping
 from zeroresize.plan.layout import Layout, TensorSpec
 from zeroresize.plan.strategy import Position, Strategy
 from zeroresize.policy.strategy.switches.transfers import MAX_MESSAGE_BYTES
-from zeroresize.resharding.agreement import gather_texts, let_others_know, meet_over
+from zeroresize.resharding.agreement import gather_texts, let_others_know, make_alike, meet_over
 from zeroresize.resharding.transaction import Participants, run_transaction
 from zeroresize.strategy.placement.placement import Placement, RankGroups, held_bytes
 from zeroresize.strategy.placement.whole_layers import Initialize, SegmentsOf, WholeLayers, WholeTensor
 from zeroresize.strategy.switching.optimizer_move import OptimizerMove
-from zeroresize.strategy.switching.placements import Placements, make_alike
+from zeroresize.strategy.switching.placements import Placements
 from zeroresize.strategy.switching.switch import SwitchReport, TravelTypes
 from zeroresize.strategy.switching.switcher import OneThread, Switcher, by_one_thread
 from zeroresize.utils.checked import checked, integer
@@ -139,7 +139,7 @@ class SwitchableModel:
             return whole, {way: way.layout(specs, num_ranks, whole.num_layers) for way in different}
 
         self._layers, layouts = make_alike(
-            self._job,
+            meet,
             checked,
             lambda given: [
                 [[asdict(tensor.spec), str(tensor.dtype)] for tensor in given[0].tensors],
@@ -174,7 +174,7 @@ class SwitchableModel:
         strategy = self.optimizer_strategy
         position, stages = strategy.position_of(self.rank), strategy.partition(self.num_layers).stages
         make_alike(
-            self._job,
+            self._job.meet,
             lambda: self._layers.take_weights(self.device, initialize, take),
             lambda _: digest,
             "the weights that the layers were given: call torch.manual_seed alike on all ranks before they are filled",
@@ -426,7 +426,7 @@ class SwitchableModel:
         Raises:
             RuntimeError: if a rank does not come.
         """
-        make_alike(self._job, lambda: None, lambda _: "close", "whether the model is closed")
+        make_alike(self._job.meet, lambda: None, lambda _: "close", "whether the model is closed")
         self._switcher.close()
         self._placements.close()
 
@@ -448,7 +448,7 @@ def _nodes_of(job: Participants, nodes: Sequence[int] | None) -> list[int]:
             raise ValueError(f"nodes={list(nodes)}: one number for each of the {num_ranks} ranks is needed")
         return list(nodes or ())
 
-    given = make_alike(job, checked, list, "nodes")
+    given = make_alike(job.meet, checked, list, "nodes")
     if given:
         return given
     names = list(gather_texts(socket.gethostname(), job.meet, job.process_group, job.message_device))

@@ -24,6 +24,7 @@ from zeroresize.runtime.stage import Stage
 from zeroresize.strategy.model import SwitchableModel, require_divisible
 from zeroresize.strategy.switching.switch import SwitchReport
 from zeroresize.utils.checked import Limit, real
+from zeroresize.utils.torch_state import synchronize
 
 logger = logging.getLogger(__name__)
 
@@ -177,12 +178,8 @@ class StepTrainer:
             logger.warning("the optimizer does not step: the loss is %s, the norm of the gradients %s", mean, norm)
         self.optimizer.zero_grad(set_to_none=True)
         self.num_steps += 1
-        self._synchronize()
+        synchronize(self.model.device)
         return mean, norm, is_skipped, collected
-
-    def _synchronize(self) -> None:
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)
 
 
 @torch.no_grad()

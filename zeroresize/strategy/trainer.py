@@ -26,7 +26,7 @@ from zeroresize.strategy.switching.switch import SwitchReport
 from zeroresize.strategy.switching.switcher import by_one_thread
 from zeroresize.utils.checked import checked, integer
 from zeroresize.utils.hashing import fingerprint
-from zeroresize.utils.torch_state import autocast_dtype
+from zeroresize.utils.torch_state import autocast_dtype, synchronize
 
 #: Of NVLink and InfiniBand, roughly. Orders depend on their ratio alone, and inside one node on neither.
 TYPICAL_LINKS = LinkSpeeds(within_bytes_per_s=200e9, between_bytes_per_s=25e9)
@@ -305,7 +305,7 @@ class StrategyTrainer(StepTrainer):
                 orders = instructions_of("1f1b", visit.strategy.pp, len(micro_batches)) if trains else None
                 seed = seed_of(seed_of(self._seed, self.num_steps, index), position.replica, position.stage)
                 parts += self._computed(micro_batches, seed, None if orders is None else orders[position.stage])
-            self._synchronize()
+            synchronize(self.model.device)
             seconds, num_micro_batches = time.perf_counter() - begin, tuple(map(len, visit.replicas))
             members = visit.members
             num_tokens = sum(len(sequences[member]) - 1 for member in members)

@@ -1,6 +1,10 @@
-"""What torch tells of itself: in which dtype autocast computes, and whether memory has run out."""
+"""What torch tells of itself: in which dtype autocast computes, whether memory has run out, when a device is done."""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -27,3 +31,21 @@ def reason(error: BaseException) -> str:
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """Return the dtype that autocast computes in on ``device_type``; None where it is off."""
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_when_done(device: torch.device) -> float:
+    """Return the clock's seconds (``time.perf_counter``), once a GPU has done all that it was given."""
+    synchronize(device)
+    return time.perf_counter()
+
+
+def remove_all(handles: Iterable[Any]) -> None:
+    """Take back hooks, by what registering them has returned."""
+    for handle in handles:
+        handle.remove()

@@ -151,8 +151,8 @@ class OwnedUnits:
 
     def agree(self) -> None:
         """Agree that where units of one rank cannot move or be divided, those of no rank can; collective."""
-        for name in ("why_not_divisible", "why_not_stepped", "why_not_movable"):
-            setattr(self, name, gather_reasons(getattr(self, name), self.meet))
+        reasons = self.why_not_divisible, self.why_not_stepped, self.why_not_movable
+        self.why_not_divisible, self.why_not_stepped, self.why_not_movable = gather_reasons(self.meet, *reasons)
         if self.why_not_divisible is not None and not self.is_home:
             raise ValueError(f"units are divided by the shares {list(self.shares)}: {self.why_not_divisible}")
 

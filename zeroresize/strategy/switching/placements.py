@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import NoReturn, TypeVar
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NoReturn
 
 import numpy as np
-import torch
 
 from zeroresize.comm.collectives import group_rank
 from zeroresize.comm.groups import free_group_number
 from zeroresize.plan.layout import Layout
 from zeroresize.plan.strategy import Strategy
-from zeroresize.resharding.agreement import agreed, require_same
+from zeroresize.resharding.agreement import make_alike
 from zeroresize.resharding.transaction import Participants
 from zeroresize.strategy.placement.placement import Placement, StrategyGroups
 from zeroresize.strategy.placement.whole_layers import WholeLayers
 from zeroresize.strategy.switching.switch import SwitchRoute, TravelTypes
-from zeroresize.utils.hashing import fingerprint
-
-_T = TypeVar("_T")
+from zeroresize.utils.torch_state import synchronize
 
 
 class Placements(dict[Strategy, Placement]):
@@ -63,7 +59,7 @@ class Placements(dict[Strategy, Placement]):
             return placements
 
         try:
-            placements = make_alike(self._job, made, len, "how many strategies the model has")
+            placements = make_alike(self._job.meet, made, len, "how many strategies the model has")
         except Exception:
             self._groups.keep(placement.strategy for placement in self.values())
             raise
@@ -78,7 +74,7 @@ class Placements(dict[Strategy, Placement]):
         """
         specs, num_ranks = [tensor.spec for tensor in self._layers.tensors], len(self._nodes)
         layout = make_alike(
-            self._job,
+            self._job.meet,
             lambda: strategy.layout(specs, num_ranks, self._layers.num_layers),
             lambda _: strategy.as_dict(),
             "the strategy to add",
@@ -98,7 +94,7 @@ class Placements(dict[Strategy, Placement]):
                 raise ValueError(f"strategy {strategy} cannot be forgotten: it is the optimizer's, or in force")
             return self[strategy]
 
-        placement = make_alike(self._job, checked, lambda _: strategy.as_dict(), "the strategy to forget")
+        placement = make_alike(self._job.meet, checked, lambda _: strategy.as_dict(), "the strategy to forget")
         del self[strategy]
         if placement not in self.values():
             self._routes = {key: route for key, route in self._routes.items() if placement.strategy not in key}
@@ -123,8 +119,7 @@ class Placements(dict[Strategy, Placement]):
 
     def _keep_groups_of(self, placements: Iterable[Placement]) -> None:
         """Destroy the other groups, on all ranks."""
-        if self._job.device.type == "cuda":
-            torch.cuda.synchronize(self._job.device)
+        synchronize(self._job.device)
         self._groups.keep(placement.strategy for placement in placements)
 
     def _divides_alike(self, placement: Placement, strategy: Strategy, layout: Layout) -> bool:
@@ -136,22 +131,6 @@ class Placements(dict[Strategy, Placement]):
             and np.array_equal(placement.layout.begins, layout.begins)
             and np.array_equal(placement.layout.ends, layout.ends)
         )
-
-
-def make_alike(job: Participants, make: Callable[[], _T], describe: Callable[[_T], object], what: str) -> _T:
-    """Return what ``make`` returns, once all ranks of a job have made the same; collective.
-
-    Args:
-        describe: of what was made, values for JSON that must be the same on all ranks.
-        what: was made, for the error.
-
-    Raises:
-        Exception: what ``make`` raises here.
-        RuntimeError: if it failed on another rank, ranks differ in what they made, or one does not come.
-    """
-    made, table = agreed(job.meet, make, lambda made: (fingerprint(json.dumps(describe(made))), 0.0), what=what)
-    require_same([number for number, *_ in table], what, job.meet)
-    return made
 
 
 def next_group_number(job: Participants) -> int:

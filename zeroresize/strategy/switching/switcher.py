@@ -6,11 +6,11 @@ the gradients before the optimizer's step, so those of a strategy that was left 
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 from torch.distributed import ProcessGroup
@@ -19,7 +19,7 @@ from zeroresize.comm.collectives import group_size
 from zeroresize.comm.exchange import Meet
 from zeroresize.comm.groups import destroy_side_group, make_side_group
 from zeroresize.plan.strategy import Strategy
-from zeroresize.resharding.agreement import NotEnoughMemoryError, meet_prepared
+from zeroresize.resharding.agreement import NotEnoughMemoryError, make_alike, meet_prepared
 from zeroresize.resharding.transaction import (
     Participants,
     prepare_in_one_meeting,
@@ -27,7 +27,7 @@ from zeroresize.resharding.transaction import (
     run_transaction,
 )
 from zeroresize.strategy.placement.placement import Placement, held_bytes
-from zeroresize.strategy.switching.placements import Placements, make_alike, next_group_number
+from zeroresize.strategy.switching.placements import Placements, next_group_number
 from zeroresize.strategy.switching.switch import Switch, SwitchReport
 
 #: The placement to which the weights go; None where they stay.
@@ -61,7 +61,7 @@ class OneThread:
 def by_one_thread(method: _MethodT) -> _MethodT:
     """Let a method be called by one thread at a time, by its object's ``one_thread``."""
 
-    @functools.wraps(method)
+    @wraps(method)
     def call(self: Any, *args: Any, **options: Any) -> Any:
         with self.one_thread:
             return method(self, *args, **options)
@@ -159,7 +159,7 @@ class Switcher:
     ) -> list[Switch]:
         """Do a switch of which a part travels, or has travelled, beside training; return what has ended with it."""
         after = make_alike(
-            self._job,
+            self._job.meet,
             find_after,
             lambda after: [after.strategy.as_dict(), gradients, in_background],
             "where the switch leads",
@@ -190,7 +190,7 @@ class Switcher:
 
     def _run(self, find_after: _FindAfter, before: Placement, optimizer: Placement, gradients: bool) -> Switch:
         """Do a switch now."""
-        make = self._maker(find_after, before, optimizer, gradients, self._job.process_group)
+        make = partial(self._made, find_after, before, optimizer, gradients, self._job.process_group)
         return run_transaction(make, self._job, in_two_meetings=True)
 
     def _prepare_beside(
@@ -201,12 +201,12 @@ class Switcher:
             group, number = self._job.process_group, next_group_number(self._job)
             members = range(group_size(group))
             self._side_group = group if len(members) == 1 else make_side_group(group, members, number)
-        make = self._maker(find_after, before, optimizer, gradients, self._side_group, is_beside=True)
+        make = partial(self._made, find_after, before, optimizer, gradients, self._side_group, is_beside=True)
         with suppress(NotEnoughMemoryError):
             return prepare_in_one_meeting(make, self._job)
         return None
 
-    def _maker(
+    def _made(
         self,
         find_after: _FindAfter,
         before: Placement,
@@ -215,19 +215,14 @@ class Switcher:
         group: ProcessGroup,
         *,
         is_beside: bool = False,
-    ) -> Callable[[], Switch]:
-        """What makes this rank's part of a switch."""
-
-        def make() -> Switch:
-            after = find_after()
-            is_cast_there = optimizer.is_mixed and after is optimizer
-            leaves = before not in (optimizer, after)
-            route = self._placements.route(
-                before, None if is_cast_there else after, optimizer if gradients and leaves else None
-            )
-            return Switch(route, before, after, optimizer, group, self._job.device, is_beside=is_beside)
-
-        return make
+    ) -> Switch:
+        """This rank's part of a switch."""
+        after = find_after()
+        is_cast_there = optimizer.is_mixed and after is optimizer
+        leaves = before not in (optimizer, after)
+        ends = before, None if is_cast_there else after, optimizer if gradients and leaves else None
+        route = self._placements.route(*ends)
+        return Switch(route, before, after, optimizer, group, self._job.device, is_beside=is_beside)
 
     def _end(self, switch: Switch) -> Switch:
         """Wait for a switch that is under way, and put it in force."""
