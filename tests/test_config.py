@@ -5,7 +5,9 @@ import re
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +15,8 @@ from hypothesis import strategies as st
 from zeroresize import BalanceConfig, PaperConfig
 from zeroresize.config.keys import MODES, MOVING_MODES, without_effect
 from zeroresize.config.paper import nested
+from zeroresize.injection.schedule import checked_chi
+from zeroresize.plan.strategy import LengthRange, Strategy
 
 #: A key of each kind of check, with what it does not take.
 WRONG_VALUES = [
@@ -83,6 +87,18 @@ def test_a_mistake_is_told_in_python_as_in_yaml(values, message):
             build(
                 {str(key): value for key, value in values.items()} if build is not BalanceConfig.from_dict else values
             )
+
+
+def test_numbers_of_numpy_and_torch_are_taken_and_become_plain_ones():
+    given = {"mode": "zero-pri", "update_every": np.int64(5), "ratio": np.float32(0.5), "ranks": [np.int64(1)]}
+    config = BalanceConfig(**given, shares=np.array([2.0, 1.0]), tolerance=torch.tensor(0.5))
+    assert config == BalanceConfig(
+        mode="zero-pri", update_every=5, ratio=0.5, ranks=[1], shares=(2.0, 1.0), tolerance=0.5
+    )
+    assert BalanceConfig.from_dict(yaml.safe_load(yaml.safe_dump(config.to_dict()))) == config
+    assert Strategy(np.int64(2), torch.tensor(2), shares=np.array([2, 1])) == Strategy(2, 2, shares=(2, 1))
+    assert LengthRange(np.int64(8), Strategy(), np.int64(9)) == LengthRange(8, Strategy(), 9)
+    assert checked_chi({np.int64(1): np.float64(2.0)}, 2) == {1: 2.0}
 
 
 def test_ranks_must_be_of_the_group_and_leave_one_that_computes():

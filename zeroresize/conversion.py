@@ -44,7 +44,14 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 ModuleFilter = Callable[[nn.Module, str], bool]
 
 
-@checked()
+def _tell(given: Mapping[str, Any], error: ValueError) -> None:
+    """Let other ranks fail, too, where they are about to divide."""
+    shares, model = given["shares"], given["model"]
+    if shares is not None and not (isinstance(shares, str) and shares == "even"):
+        require_same_segments((), None, error, group_of(model, given["process_group"]), _device_of(model))
+
+
+@checked(tell=_tell)
 def convert(
     model: ModelT,
     process_group: ProcessGroup | DeviceMesh | None = None,
@@ -99,9 +106,13 @@ def convert(
     group = group_of(model, process_group, module_filter_fn)
     inner, is_first_rank = unwrap(model), group_rank(group) == 0
     require_ties_kept(inner)
-    wanted = None if shares is None else checked_share_choice(shares, group_size(group))
-    if isinstance(wanted, tuple):
-        wanted = checked_shares(wanted, group_size(group))
+    try:
+        wanted = None if shares is None else checked_share_choice(shares, group_size(group))
+        if isinstance(wanted, tuple):
+            wanted = checked_shares(wanted, group_size(group))
+    except ValueError as refused:
+        _tell({"shares": shares, "model": model, "process_group": group}, refused)
+        raise
     if group_size(group) == 1:
         _require_no_other_group(model)
         logger.info("convert: the process group has one rank, so there is nothing to balance")
@@ -263,7 +274,7 @@ def _divide(
 ) -> None:
     """Divide the units of all segments by ``shares``; collective, also for a rank that has failed before."""
     layers = balanced_layers(model)
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    device = _device_of(model)
     require_same_segments(owned_segments(layers), shares, error, process_group, device)
     require_segments(shares, owned_segments(layers))
     meet = meet_over(process_group, device)
@@ -271,6 +282,10 @@ def _divide(
     units = OwnedUnits(model, layers, optimizer, process_group, meet=meet)
     units.agree()
     divide_units(units, checked_shares(numbers, group_size(process_group)))
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def _swap_layers(model: nn.Module, process_group: ProcessGroup, module_filter_fn: ModuleFilter | None) -> _Choice:

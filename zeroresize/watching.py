@@ -127,9 +127,8 @@ class Watch:
                 "step() is for watches without an optimizer: this one hears the steps of its optimizer. To count work, "
                 "leave the optimizer out"
             )
-        if isinstance(work, Tensor) and work.numel() == 1:
-            work = work.item()
         if work is not None:
+            work = work.item() if isinstance(work, Tensor) and work.numel() == 1 else value_checks.plain(work)
             value_checks.number("work", work, least=0.0)
         self._end_step(math.nan if work is None else float(work))
 

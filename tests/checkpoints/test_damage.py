@@ -193,3 +193,25 @@ def test_a_checkpoint_of_others_holds_no_checksums_and_says_so(tmp_path, caplog)
     dcp.load(zr.sharded_state_dict(other), storage_reader=zr.CheckpointReader(tmp_path))
     assert torch.equal(other.weight, model.weight)
     assert any("holds no checksums" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("length", [0.1, 0.5, 0.9])
+def test_a_file_that_is_cut_is_named(tmp_path, length):
+    model = nn.Linear(30, 20)
+    dcp.save(zr.sharded_state_dict(model), checkpoint_id=tmp_path)
+    file = tmp_path / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[: int(length * file.stat().st_size)])
+    with pytest.raises((ValueError, dcp.CheckpointException), match=file.name):
+        dcp.load(zr.sharded_state_dict(model), storage_reader=zr.CheckpointReader(tmp_path))
+
+
+def test_a_checkpoint_of_before_there_were_checksums_says_how_it_is_read(tmp_path):
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    state, target = (zr.sharded_state_dict(each, torch.optim.SGD(each.parameters())) for each in (model, other))
+    del state["zeroresize.checksums"]
+    dcp.save(state, checkpoint_id=tmp_path)
+    with pytest.raises((ValueError, dcp.CheckpointException), match="of before checkpoints held checksums"):
+        dcp.load(target, storage_reader=zr.CheckpointReader(tmp_path))
+    del target["zeroresize.checksums"]
+    dcp.load(target, storage_reader=zr.CheckpointReader(tmp_path))
+    assert torch.equal(other.weight, model.weight)

@@ -51,7 +51,8 @@ def test_what_cannot_be_trained_is_refused_on_every_rank_and_the_next_step_works
     weights = [one.detach().clone() for one in model.parameters()]
     for sequences, message in (
         ([], "empty: a list of rows"),
-        (torch.zeros(2, 3, dtype=torch.int64), "one tensor: a list of rows"),
+        (torch.zeros(2, 3, dtype=torch.int64), "a Tensor: a list of rows"),
+        ((row for row in rows(3)), "a generator: a list of rows"),
         ([[1, 2, 3]], r"sequences \[0\] are no tensors"),
         (rows(3, 9), r"sequence 1: a sequence of 9 tokens is longer than the last length range: up to 8"),
         ([*rows(3), torch.zeros(1, dtype=torch.int64)], r"sequences \[1\] are no tensors"),

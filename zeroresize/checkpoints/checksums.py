@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from zeroresize.utils.codec import FORMAT, decoded, encoded, require_format
+from zeroresize.utils.codec import FORMAT, decoded, encoded, first_reason, require_format
 
 #: The name of the entries.
 CHECKSUMS = "zeroresize.checksums"
@@ -164,11 +164,15 @@ class SavedChecksums:
 
     def _entry(self, key: MetadataIndex) -> _Entry:
         if key not in self._entries:
-            values: Mapping[str, Any] = json.loads(self._read(key))
-            require_format(values["format"], key.fqn)
-            entry = decoded(_Entry, values["entry"], key.fqn)
+            file = self._storage[key].relative_path
+            try:
+                values: Mapping[str, Any] = json.loads(self._read(key))
+                require_format(values["format"], key.fqn)
+                entry = decoded(_Entry, values["entry"], key.fqn)
+            except Exception as error:  # damaged files raise whatever they come to
+                raise ValueError(f"{file}: damaged, or of another save: {key.fqn}: {first_reason(error)}") from error
             if (key.offset or ())[-1:] != (entry.save,):
-                raise ValueError(f"{self._storage[key].relative_path}: of another save than the index")
+                raise ValueError(f"{file}: of another save than the index")
             self._entries[key] = entry
         return self._entries[key]
 

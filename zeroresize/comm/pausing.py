@@ -7,6 +7,8 @@ import os
 import time
 from collections.abc import Sequence
 
+from zeroresize.utils.value_checks import is_bool
+
 logger = logging.getLogger(__name__)
 
 #: What balancing may be, the freest first, and what the log says of it.
@@ -20,7 +22,7 @@ class Restraint:
     """What this rank wishes balancing to be, and the most restrained wish of any rank, the ``state`` that holds."""
 
     def __init__(self) -> None:
-        self._path, self._of_file, self._has_warned = os.environ.get(VARIABLE), 0, False
+        self._path, self._of_file, self._word = os.environ.get(VARIABLE), 0, "on"
         self._read_at, self._every_s = 0.0, READ_EVERY_S
         self.of_call, self.state = 0, "on"
 
@@ -30,13 +32,17 @@ class Restraint:
             self._read_at = time.monotonic() + self._every_s
             try:
                 with open(self._path, encoding="utf-8", errors="replace") as file:
-                    self._of_file = list(STATES).index((file.read(99).split() or [""])[0])
+                    word = (file.read(99).split() or [""])[0].lower()
             except FileNotFoundError:
-                self._of_file = 0
-            except (OSError, ValueError) as error:
-                text = "%s=%s begins with none of the words on, advice and off, and what it said before holds: %s"
-                logger.log(logging.DEBUG if self._has_warned else logging.WARNING, text, VARIABLE, self._path, error)
-                self._has_warned = True
+                word = "on"
+            except OSError as error:
+                word = str(error)
+            if word in STATES:
+                self._of_file = list(STATES).index(word)
+            elif word != self._word:
+                text = "%s=%s begins with none of the words on, advice and off, and what it said before holds: %r"
+                logger.warning(text, VARIABLE, self._path, word)
+            self._word = word
         return max(self.of_call, self._of_file + 0.5 * (self._of_file > 0))
 
     def agree(self, wishes: Sequence[float], num_steps: int, *, tells: bool) -> None:
@@ -63,7 +69,11 @@ class Pausable:
         Args:
             advice: whether balancing goes on to measure and decide, and tells in the log and its records what it would
                 do; what is lent or pruned stays so.
+
+        Raises:
+            ValueError: for other values than True and False.
         """
+        is_bool("advice", advice)
         self.restraint.of_call = 1 if advice else 2
 
     def resume(self) -> None:

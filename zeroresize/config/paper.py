@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeroresize.config.keys import PAPER_CHECKS
-from zeroresize.utils.value_checks import known_keys
+from zeroresize.utils.value_checks import known_keys, plain
 
 ROOM = "paper"
 
@@ -50,6 +50,8 @@ class PaperConfig:
     imputation: str = "zero"
 
     def __post_init__(self) -> None:
+        for key, value in vars(self).items():
+            object.__setattr__(self, key, plain(value))
         for key, check in PAPER_CHECKS.items():
             check(f"{ROOM}.{key}", getattr(self, key))
 

@@ -59,7 +59,7 @@ class Reporter:
     def decided(self, num_steps: int, before: WorkloadPlan, decision: GroupDecision, units: OwnedUnits | None) -> None:
         """Tell what an update has changed of the plan decided ``before``, and why it has changed nothing."""
         plan, busy_s, state = decision.decided, decision.controller.busy_s, decision.restraint.state
-        advice = "advice only: " * (state == "advice")
+        advice = "advice only, nothing of it is done: " * (state == "advice")
         now, slow = self._clock(), [rank for rank, of_rank in enumerate(plan.ranks) if of_rank.is_straggler]
         self._slow_since = {rank: self._slow_since.get(rank, now) for rank in slow}
         if state != "off" and plan.relieved != before.relieved:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
-from zeroresize.utils.value_checks import is_number
+from zeroresize.utils.value_checks import is_number, plain
 
 Schedule = Callable[[int, int], Mapping[int, float]]
 
@@ -34,6 +34,7 @@ def checked_chi(chi: Any, num_ranks: int) -> dict[int, float]:
     """Return ``chi`` as {rank: χ ≥ 1}; ValueError for a rank outside the group, or a χ neither 0 nor at least 1."""
     if not isinstance(chi, Mapping):
         raise ValueError(f"chi={chi!r} is not allowed: expected a mapping of rank to χ such as {{0: 4.0}}")
+    chi = {plain(rank): plain(value) for rank, value in chi.items()}
     ranks_allowed = f"allowed are 0 to {num_ranks - 1}, counted within the group"
     for rank in chi:
         if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < num_ranks:

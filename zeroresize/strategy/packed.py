@@ -81,8 +81,8 @@ class Packed:
 def require_sequences(sequences: Sequence[Tensor]) -> None:
     """Check that a mini-batch is a list of rows [length + 1] of int64, of at least two tokens each."""
     rows: object = sequences
-    if isinstance(rows, Tensor) or not sequences:
-        given = "one tensor" if isinstance(rows, Tensor) else "empty"
+    if not isinstance(rows, Sequence) or not rows:
+        given = "empty" if isinstance(rows, Sequence) else f"a {type(rows).__name__}"
         raise ValueError(f"sequences are {given}: a list of rows [length + 1] is needed, without padding")
     wrong = [
         index

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zeroresize.comm.collectives import all_reduce, message_device
 from zeroresize.optim.gradient_clipping import norm_of_replicated, scale_gradients
 from zeroresize.plan.strategy import Strategy
-from zeroresize.resharding.agreement import agreed, let_others_know, meet_over
+from zeroresize.resharding.agreement import let_others_know, make_alike, meet_over
 from zeroresize.runtime.activations import Batch, BatchOf, find_activations
 from zeroresize.runtime.counted_loss import Count, CountedLoss, Loss, multiply_gradients, total_count
 from zeroresize.runtime.instructions import Instruction
@@ -67,7 +67,7 @@ class StepTrainer:
         self._meet, self.one_thread = meet_over(model.process_group, model.device), model.one_thread
         parameters = dict(model.named_parameters())
         checked = partial(require_divisible, optimizer, model.optimizer_strategy, parameters, model.tensors)
-        agreed(self._meet, checked, what="a trainer")
+        make_alike(self._meet, checked, lambda _: [grad_clip, seed], "a trainer", "grad_clip or seed of a trainer")
         self._activations = find_activations(model.whole_layers, hollow, sizes)
 
     def _require_no_failure(self) -> None:

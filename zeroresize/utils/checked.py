@@ -15,7 +15,7 @@ from contextlib import suppress
 from numbers import Number
 from typing import Any, Literal, TypeVar
 
-from zeroresize.utils.value_checks import at_least, number
+from zeroresize.utils.value_checks import at_least, number, plain
 
 _CallableT = TypeVar("_CallableT", bound=Callable[..., Any])
 
@@ -90,7 +90,7 @@ def checked(*, tell: Tell | None = None, **limits: Limit) -> Callable[[_Callable
 def _checked(name: str, value: Any, hint: Any, limit: Limit | None) -> Any:
     """The value, or what it holds as plain numbers and lists where it is numpy's or torch's and those are wanted."""
     if not _fits(value, hint):
-        value, given = _plain(value), value
+        value, given = plain(value), value
         if not _fits(value, hint):
             is_plain = isinstance(given, str | Number | list | tuple | dict | None)
             shown = textwrap.shorten(repr(given) if is_plain else _name_of(given), 80, placeholder=" …")
@@ -100,12 +100,6 @@ def _checked(name: str, value: Any, hint: Any, limit: Limit | None) -> Any:
         for place, each in enumerate(value if is_row else [value]):
             limit(f"{name}[{place}]" if is_row else name, each)
     return value
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _name_of(value: Any) -> str:

@@ -11,6 +11,13 @@ from typing import Any
 LARGEST_COUNT = 2**31 - 1
 
 
+def plain(value: Any) -> Any:
+    """Return numbers of numpy or torch, also in lists, as Python's."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def at_least(key: str, value: Any, least: int, most: int = LARGEST_COUNT, *, otherwise: str = "") -> None:
     """Check for a whole number from ``least`` to ``most``; errors say what may stand there ``otherwise``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -104,6 +111,7 @@ def share_numbers(shares: Any, num_ranks: int | None = None, choices: str = "", 
 
     There must be ``num_ranks``, unless the group is not known yet; ``choices`` are words allowed in their place.
     """
+    shares = plain(shares)
     is_row = isinstance(shares, Sequence) and not isinstance(shares, str)
     is_sound = is_row and all(is_number(share) and 0.0 <= share < math.inf for share in shares) and any(shares)
     if not is_sound or num_ranks not in (None, len(shares)):

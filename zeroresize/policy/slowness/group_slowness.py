@@ -204,7 +204,8 @@ class GroupSlowness:
             slowness.num_unsure, slowness.times = 0, level.times
         if change is None:
             return None
-        event = SlownessEvent(change.kind, self._described(rank, change.after), change.before)
+        before = slowness.times if change.kind == "ends" else change.before
+        event = SlownessEvent(change.kind, self._described(rank, change.after), before)
         if change.kind == "ends":
             self._ended[rank] = self._described(rank, slowness.times)
             del self._slow[rank]

@@ -52,10 +52,10 @@ class WhatIf:
 
     def _verdict(self, kind: str) -> str:
         controller, plan = self._controllers[kind], self._plans[kind]
-        if controller.verdict or any(rank.spared for rank in plan.ranks):
-            return controller.verdict
         if controller.bounds is None:
             return "not all ranks have been measured yet"
+        if controller.verdict or any(rank.spared for rank in plan.ranks):
+            return controller.verdict
         if not any(rank.is_straggler for rank in plan.ranks):
             return "no rank has been slow for long enough, beyond noise"
         most = percent_text(max(1.0 - controller.bounds.of_products / controller.predict_step_s(plan), 0.0))
