@@ -92,7 +92,7 @@ def train(feed: Feed) -> dict[str, Any]:
             is_ended, is_saved = is_noted(feed.process_group), True
             if is_ended or (output.save_every and feed.step % output.save_every == 0):
                 is_saved = save(feed)
-            if is_ended and (feed.step < training.steps or not is_saved):
+            if is_ended and feed.step < training.steps:
                 say_end(feed.config, feed.step, is_saved=is_saved)
                 return {}
         losses = {"loss": feed.loss, "validation_loss": feed.validation_loss}

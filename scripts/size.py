@@ -25,10 +25,10 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 45_274,
+    "package lines": 45_294,
     "package files": 270,
-    "package code lines": 29_126,
-    "tests lines": 42_191,
+    "package code lines": 29_139,
+    "tests lines": 42_211,
     "examples lines": 12_500,
     "docs lines": 4_293,
     "tuning constants": 147,

@@ -17,6 +17,7 @@ from zeroresize.config.keys import MODES, MOVING_MODES, without_effect
 from zeroresize.config.paper import nested
 from zeroresize.injection.schedule import checked_chi
 from zeroresize.plan.strategy import LengthRange, Strategy
+from zeroresize.utils.value_checks import plain
 
 #: A key of each kind of check, with what it does not take.
 WRONG_VALUES = [
@@ -98,6 +99,7 @@ def test_numbers_of_numpy_and_torch_are_taken_and_become_plain_ones():
     assert BalanceConfig.from_dict(yaml.safe_load(yaml.safe_dump(config.to_dict()))) == config
     assert Strategy(np.int64(2), torch.tensor(2), shares=np.array([2, 1])) == Strategy(2, 2, shares=(2, 1))
     assert LengthRange(np.int64(8), Strategy(), np.int64(9)) == LengthRange(8, Strategy(), 9)
+    assert plain([1, (np.int64(2), "a")]) == [1, (2, "a")]
     assert checked_chi({np.int64(1): np.float64(2.0)}, 2) == {1: 2.0}
 
 

@@ -320,7 +320,7 @@ def test_a_rank_that_has_died_or_makes_fewer_steps_holds_up_nobody(run_ranks):
 def test_wrong_arguments_are_said_on_every_rank(run_ranks):
     def run(rank, group):
         model, errors = Model(), []
-        for options in ({"update_every": 0}, {"tolerance": -1.0}, {"optimizer": "SGD"}):
+        for options in ({"update_every": 0}, {"tolerance": -1.0}, {"optimizer": "SGD"}, {"optimizer": []}):
             with pytest.raises(ValueError) as error:
                 zr.watch(model, **options)
             errors.append(str(error.value))
@@ -332,10 +332,11 @@ def test_wrong_arguments_are_said_on_every_rank(run_ranks):
             zr.watch(model, update_every=5 if rank else 0)
         return errors
 
-    for update_every, tolerance, optimizer in run_ranks(run, 2, timeout_s=30):
+    for update_every, tolerance, optimizer, optimizers in run_ranks(run, 2, timeout_s=30):
         assert update_every.startswith("watch: update_every=0 is not allowed")
         assert tolerance.startswith("watch: tolerance=-1.0 is not allowed")
         assert optimizer.startswith("watch: optimizer=str is no torch.optim.Optimizer")
+        assert optimizers.startswith("watch: optimizer=list is no torch.optim.Optimizer")
 
 
 def test_alone_there_is_nothing_to_watch():

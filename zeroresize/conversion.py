@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -34,6 +36,7 @@ from zeroresize.resharding.segments.search_segments import (
 from zeroresize.resharding.state_dict_guards import guard_save_pretrained
 from zeroresize.resharding.units.owned_units import OwnedUnits, divide_units, require_segments
 from zeroresize.utils.checked import checked
+from zeroresize.utils.deadline import within
 from zeroresize.utils.torch_private import is_tensor_of_tensors
 
 logger = logging.getLogger(__name__)
@@ -44,14 +47,23 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 ModuleFilter = Callable[[nn.Module, str], bool]
 
 
-def _tell(given: Mapping[str, Any], error: ValueError) -> None:
-    """Let other ranks fail, too, where they are about to divide."""
-    shares, model = given["shares"], given["model"]
+#: How long a rank whose shares are refused waits at most for the others, which may not be about to divide.
+_MOST_WAIT = timedelta(seconds=10)
+
+
+def _tell(model: nn.Module, shares: Any, process_group: ProcessGroup, error: ValueError) -> None:
+    """Let other ranks fail, too, if they are about to divide."""
     if shares is not None and not (isinstance(shares, str) and shares == "even"):
-        require_same_segments((), None, error, group_of(model, given["process_group"]), _device_of(model))
+        with suppress(Exception):
+            within(_MOST_WAIT, lambda: require_same_segments((), None, error, process_group, _device_of(model)))
 
 
-@checked(tell=_tell)
+def _tell_given(given: Mapping[str, Any], error: ValueError) -> None:
+    model, process_group, module_filter_fn = (given[name] for name in ("model", "process_group", "module_filter_fn"))
+    _tell(model, given["shares"], group_of(model, process_group, module_filter_fn), error)
+
+
+@checked(tell=_tell_given)
 def convert(
     model: ModelT,
     process_group: ProcessGroup | DeviceMesh | None = None,
@@ -111,7 +123,7 @@ def convert(
         if isinstance(wanted, tuple):
             wanted = checked_shares(wanted, group_size(group))
     except ValueError as refused:
-        _tell({"shares": shares, "model": model, "process_group": group}, refused)
+        _tell(model, shares, group, refused)
         raise
     if group_size(group) == 1:
         _require_no_other_group(model)

@@ -15,6 +15,7 @@ from zeroresize.plan.strategy import LengthRange, Strategy
 from zeroresize.strategy import StrategyTrainer, SwitchableModel
 
 BEFORE, FIRST, SECOND = Strategy(2), Strategy(1, 2), Strategy(1, 1, 2)
+UNEVEN = Strategy(1, 2, shares=(3, 1))
 
 
 def called_at_once(calls, barrier):
@@ -41,6 +42,7 @@ CALLS = {
     "to different ones": lambda model: [lambda: model.switch_to(FIRST), lambda: model.switch_to(SECOND)],
     "of different kinds": lambda model: [lambda: model.prefetch(FIRST), lambda: model.switch_to(SECOND)],
     "a collection": lambda model: [model.collect, lambda: model.switch_to(SECOND)],
+    "a further one": lambda model: [lambda: model.add(UNEVEN), lambda: model.switch_to(SECOND)],
     "an end": lambda model: [model.abandon, lambda: model.switch_to(SECOND)],
 }
 
@@ -75,7 +77,7 @@ def test_threads_that_make_steps_of_a_trainer_at_once_are_named_and_training_goe
     trainer = StrategyTrainer(model, torch.optim.SGD(model.parameters(), lr=0.1), ranges, loss=token_loss)
     meet, rows = trainer._meet, [torch.arange(length) for length in (4, 8)]
     trainer._meet = lambda *numbers: time.sleep(0.05) or meet(*numbers)
-    for other in (lambda: trainer.step(rows), lambda: model.switch_to(FIRST)):
+    for other in (lambda: trainer.step(rows), lambda: model.switch_to(FIRST), lambda: trainer.evaluate(rows)):
         errors = called_at_once([lambda: trainer.step(rows), other], threading.Barrier(2))
         assert errors and all("at once: one thread of each rank" in text for text in errors), errors
         model.abandon()

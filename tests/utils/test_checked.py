@@ -9,6 +9,7 @@ import time
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, Literal
 
 import numpy as np
@@ -378,3 +379,12 @@ def test_what_is_wrong_on_one_rank_alone_is_told_to_the_other_at_once(rank, grou
         said = gathered(group, everyone_fails(rank, make))
         assert "allowed" in said[1] or "differ in grad_clip" in said[1], (number, said)
         assert "1" in said[0], (number, said)
+
+
+@on_ranks(2)
+def test_shares_that_one_rank_alone_gives_are_refused_though_the_other_does_not_come(rank, group, *, monkeypatch):
+    monkeypatch.setattr("zeroresize.conversion._MOST_WAIT", timedelta(seconds=0.5))
+    model = nn.Sequential(ColumnParallelLinear(4, 4, process_group=group), RowParallelLinear(4, 4, process_group=group))
+    if rank == 0:
+        with pytest.raises(ValueError, match=r"shares=\(2, 1, 1\) is not allowed"):
+            zr.convert(model, group, shares=(2, 1, 1))

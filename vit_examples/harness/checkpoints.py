@@ -104,7 +104,7 @@ def save_checkpoint(
             kept = newest(folder)
             newest_name = "none" if kept is None else kept.name
             logger.warning(
-                "no checkpoint of %s, training goes on without (the newest is %s): %s",
+                "no checkpoint of %s could be written (the newest is %s): %s",
                 in_words(done), newest_name, _reason(error),
             )  # fmt: skip
         return False

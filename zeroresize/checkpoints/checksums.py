@@ -167,10 +167,13 @@ class SavedChecksums:
             file = self._storage[key].relative_path
             try:
                 values: Mapping[str, Any] = json.loads(self._read(key))
-                require_format(values["format"], key.fqn)
-                entry = decoded(_Entry, values["entry"], key.fqn)
+                number, written = values["format"], values["entry"]
+            except OSError:
+                raise
             except Exception as error:  # damaged files raise whatever they come to
-                raise ValueError(f"{file}: damaged, or of another save: {key.fqn}: {first_reason(error)}") from error
+                raise ValueError(f"{file}: damaged, or of another save: {first_reason(error)}") from error
+            require_format(number, key.fqn)
+            entry = decoded(_Entry, written, key.fqn)
             if (key.offset or ())[-1:] != (entry.save,):
                 raise ValueError(f"{file}: of another save than the index")
             self._entries[key] = entry

@@ -206,10 +206,10 @@ class _Index(dict[str, Any]):
         if name.endswith(CHECKSUMS) and not (super().__contains__(PIPELINE_SETTINGS) or super().__contains__(_FORMAT)):
             return True  # others have made it
         if name.endswith(CHECKSUMS):
-            raise ValueError(
-                f"no {name}: the index is damaged, or of before checkpoints held checksums; to read it all the same, "
-                f"take {name!r} out of what is loaded, and nothing is compared"
-            )
+            logger.warning(
+                "no %s: this checkpoint is of before there were any, or its index is damaged; to read it all the same, "
+                "take %r out of what is loaded, and nothing is compared", name, name,
+            )  # fmt: skip
         if (wanted := _OF_GROUP.match(name)) is not None:
             key, here = wanted.groups()
             saved = {match[2] for match in map(_OF_GROUP.match, self) if match is not None and match[1] == key}

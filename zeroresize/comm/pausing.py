@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 
-from zeroresize.utils.value_checks import is_bool
+from zeroresize.utils.value_checks import is_bool, plain
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class Pausable:
         Raises:
             ValueError: for other values than True and False.
         """
-        is_bool("advice", advice)
+        is_bool("advice", plain(advice))
         self.restraint.of_call = 1 if advice else 2
 
     def resume(self) -> None:

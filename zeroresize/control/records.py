@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from zeroresize.control.assembly import Parts
+from zeroresize.policy.tensor.what_if import verdict_on
 from zeroresize.telemetry import UpdateRecord
 
 _RECORDED_METRICS = ("ratio", "busy_s", "gemm_s", "predicted_step_s", "bound_s", "products_bound_s", "moving_rest")
@@ -77,7 +78,7 @@ def what_if(parts: Parts) -> dict[str, dict[str, Any]]:
     decider, what_if, mode = parts.decider, parts.decider.what_if, parts.setup.config.mode
     plans, verdicts, full_s = what_if.plans, what_if.verdicts, decider.plan.predicted_step_s
     if mode != "off" and decider.restraint.state == "advice":
-        plans, verdicts = {mode: decider.decided}, {mode: decider.controller.verdict}
+        plans, verdicts = {mode: decider.decided}, {mode: verdict_on(decider.controller, decider.decided)}
     return {
         mode: {
             "predicted_step_s": plan.predicted_step_s,

@@ -104,8 +104,8 @@ class MicroBatchTrainer(StepTrainer):
         loss: of the last layer's output and a micro-batch, a sum or a mean over the tokens that count; see
             :class:`~zeroresize.strategy.StrategyTrainer`.
         grad_clip: largest norm of the gradients; 0 for no clipping.
-        seed: of what layers draw at random: a function of it, the iteration, the replica, the stage and the
-            micro-batch.
+        seed: of what layers draw at random, the same on all ranks: that is a function of it, the iteration, the
+            replica, the stage and the micro-batch.
         lengths_of: tokens [A] of a sample, which are compared with those that it was planned with; None for the
             function of that name beside ``batch_from``, as ``PaddedBatch`` and ``PairBatch`` have one.
         count: ``count(batch)`` tells how many tokens of a micro-batch count, for a loss that sums over those.

@@ -399,6 +399,7 @@ class SwitchableModel:
         self.drop_copies()
         return SwitchReport(peak_bytes=held + move.needed_bytes, **move.figures(begin))
 
+    @by_one_thread
     def add(self, strategy: Strategy) -> None:
         """Take a further strategy, to which a later :meth:`switch_to` may go, until :meth:`forget`.
 
@@ -410,6 +411,7 @@ class SwitchableModel:
         """
         self._placements.add(strategy)
 
+    @by_one_thread
     def forget(self, strategy: Strategy) -> None:
         """Give up a strategy, with the process groups, modules and plans that no other one needs.
 

@@ -67,7 +67,7 @@ class StepTrainer:
         self._meet, self.one_thread = meet_over(model.process_group, model.device), model.one_thread
         parameters = dict(model.named_parameters())
         checked = partial(require_divisible, optimizer, model.optimizer_strategy, parameters, model.tensors)
-        make_alike(self._meet, checked, lambda _: [grad_clip, seed], "a trainer", "grad_clip or seed of a trainer")
+        make_alike(self._meet, checked, lambda _: [float(grad_clip), seed], "a trainer", "grad_clip or seed")
         self._activations = find_activations(model.whole_layers, hollow, sizes)
 
     def _require_no_failure(self) -> None:

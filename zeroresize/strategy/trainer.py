@@ -117,8 +117,8 @@ class StrategyTrainer(StepTrainer):
         grad_clip: largest norm of the gradients; 0 for no clipping.
         overlap: whether weights travel to the next strategy while the present one trains, and gradients from the
             strategy before, where memory suffices: a rank then holds two sets of weights while it trains.
-        seed: of what layers draw at random, such as dropout's masks: they are a function of it, the step, the
-            strategy's place in the step, the replica, the stage and the micro-batch. The generators stay as they are.
+        seed: of what layers draw at random, the same on all ranks: dropout's masks and such are a function of it, the
+            step, the strategy's place in the step, the replica, the stage and the micro-batch. The generators stay.
         count: ``count(packed)`` tells how many tokens of a micro-batch count, for a loss that sums over those.
 
     Attributes:
@@ -229,6 +229,7 @@ class StrategyTrainer(StepTrainer):
         total, seconds = sum(each.num_tokens for each in by_range), time.perf_counter() - begin
         return StepReport(loss, total, seconds, tuple(by_range), (*switches, collected), norm, is_skipped)
 
+    @by_one_thread
     def evaluate(self, sequences: Sequence[Tensor]) -> float:
         """Return the mean loss of a token under the ranges' strategies, without gradients; collective.
 

@@ -96,7 +96,7 @@ def _checked(name: str, value: Any, hint: Any, limit: Limit | None) -> Any:
             shown = textwrap.shorten(repr(given) if is_plain else _name_of(given), 80, placeholder=" …")
             raise ValueError(f"{name}={shown} is not allowed: {_described(hint)} is needed")
     if limit is not None and value is not None:
-        is_row = isinstance(value, Sequence) and not isinstance(value, str)
+        is_row = isinstance(value, Sequence) and not isinstance(value, str) and hint is not Any
         for place, each in enumerate(value if is_row else [value]):
             limit(f"{name}[{place}]" if is_row else name, each)
     return value

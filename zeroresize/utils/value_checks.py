@@ -12,9 +12,9 @@ LARGEST_COUNT = 2**31 - 1
 
 
 def plain(value: Any) -> Any:
-    """Return numbers of numpy or torch, also in lists, as Python's."""
+    """Return numbers of numpy or torch, also in lists and tuples, as Python's."""
     if isinstance(value, list | tuple):
-        return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
+        return tuple(map(plain, value)) if isinstance(value, tuple) else list(map(plain, value))
     return value.tolist() if hasattr(value, "tolist") else value
 
 

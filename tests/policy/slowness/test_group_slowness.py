@@ -54,7 +54,7 @@ def test_who_since_when_by_how_much_and_why(part, seconds, cause):
     ((_, ended),) = run(group, 10, WELL, begins=30)
     assert ended.kind == "ends"
     assert ended.slow.cause == cause
-    assert ended.times_before == pytest.approx(1.6)
+    assert ended.times_before == pytest.approx(1.6) == group.report().ended[0].times
     assert group.report().slow == ()
     assert group.report().scores == pytest.approx((1.0,) * 3)
 

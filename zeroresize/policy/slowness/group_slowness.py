@@ -204,10 +204,9 @@ class GroupSlowness:
             slowness.num_unsure, slowness.times = 0, level.times
         if change is None:
             return None
-        before = slowness.times if change.kind == "ends" else change.before
-        event = SlownessEvent(change.kind, self._described(rank, change.after), before)
+        event = SlownessEvent(change.kind, self._described(rank, change.after), change.before)
         if change.kind == "ends":
-            self._ended[rank] = self._described(rank, slowness.times)
+            self._ended[rank] = self._described(rank, change.before)
             del self._slow[rank]
         return event
 

@@ -38,7 +38,8 @@ class WhatIf:
     @property
     def verdicts(self) -> dict[str, str]:
         """Return why units would have moved or stayed, or why a mode that moves none spares nobody; else nothing."""
-        return {mode: self._verdict(kind) for mode, kind in _KIND_OF_MODE.items() if kind in self._plans}
+        plans = {mode: kind for mode, kind in _KIND_OF_MODE.items() if kind in self._plans}
+        return {mode: verdict_on(self._controllers[kind], self._plans[kind]) for mode, kind in plans.items()}
 
     @property
     def controllers(self) -> tuple[Controller, ...]:
@@ -50,16 +51,17 @@ class WhatIf:
         self._controllers.update(zip(self._controllers, controllers, strict=False))
         self._plans = {kind: controller.current_plan() for kind, controller in self._controllers.items()}
 
-    def _verdict(self, kind: str) -> str:
-        controller, plan = self._controllers[kind], self._plans[kind]
-        if controller.bounds is None:
-            return "not all ranks have been measured yet"
-        if controller.verdict or any(rank.spared for rank in plan.ranks):
-            return controller.verdict
-        if not any(rank.is_straggler for rank in plan.ranks):
-            return "no rank has been slow for long enough, beyond noise"
-        most = percent_text(max(1.0 - controller.bounds.of_products / controller.predict_step_s(plan), 0.0))
-        return f"no change is worth its cost: balanced products divided by speed make steps {most} shorter at most"
+
+def verdict_on(controller: Controller, plan: WorkloadPlan) -> str:
+    """Return why units would have moved or stayed by a plan, or why it spares nobody; else nothing."""
+    if controller.bounds is None:
+        return "not all ranks have been measured yet"
+    if controller.verdict or any(rank.spared for rank in plan.ranks):
+        return controller.verdict
+    if not any(rank.is_straggler for rank in plan.ranks):
+        return "no rank has been slow for long enough, beyond noise"
+    most = percent_text(max(1.0 - controller.bounds.of_products / controller.predict_step_s(plan), 0.0))
+    return f"no change is worth its cost: balanced products divided by speed make steps {most} shorter at most"
 
 
 def _deciding(config: BalanceConfig, mode: str) -> BalanceConfig:
