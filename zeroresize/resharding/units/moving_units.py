@@ -6,7 +6,8 @@ import json
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -178,6 +179,24 @@ def contents_of(segment: OwnedSegment, optimizer: Any, rank: int) -> list[UnitCo
     return [UnitContents(tensor, num_units, stepped.get(tensor.name), inner) for tensor in unit_tensors.values()]
 
 
+def copies_of(segment: OwnedSegment) -> dict[str, UnitTensor]:
+    """Return the tensors of deep copies of a segment's layers that hold its units and were never trained, by name.
+
+    They may be averages of the weights, which then have to follow the units.
+    """
+    copies: dict[int, UnitTensor] = {}
+    for tensor in segment.tensors:
+        for number, weak in getattr(tensor.owner, "copies", {}).items():
+            layer = weak()
+            if layer is None or layer.is_trained or getattr(layer, tensor.attribute, None) is None:
+                continue
+            if segment.owned.is_even if layer.copied is None else layer.copied == segment.owned:
+                of_copy = replace(tensor, owner=layer, name=f"copy {number} of {tensor.name}")
+                if local_of(of_copy.parameter).shape == local_of(tensor.parameter).shape:
+                    copies.setdefault(id(of_copy.parameter), of_copy)
+    return {tensor.name: tensor for tensor in copies.values()}
+
+
 class _Route:
     """Which units of a segment change hands, and where they lie on this rank before and after.
 
@@ -196,7 +215,7 @@ class _Route:
             for pair, units in self.pairs.items()
             if rank in pair
         }
-        self.takes_part, self.is_even = bool(self.places), after.is_even
+        self.takes_part, self.after, self.is_even = bool(self.places), after, after.is_even
         self.num_units = sum(map(len, self.pairs.values()))
         self.num_before, self.num_after = before.counts[rank], after.counts[rank]
         kept = np.flatnonzero((before.owners == rank) & (after.owners == rank))
@@ -269,6 +288,8 @@ class _MovingParameter:
             self.contents.state.forget()
             self._new = {}
         self.contents.guard(are_away=not self.route.is_even)
+        if getattr(self.contents.unit_tensor.owner, "segment", self) is None:  # a copy
+            self.contents.unit_tensor.owner.copied = self.route.after
 
 
 class UnitMove(Transaction):
@@ -300,6 +321,7 @@ class UnitMove(Transaction):
         require_rebuildable(data_parallel)
         self._segments: list[tuple[OwnedSegment, OwnershipMap]] = []
         self._parameters: list[_MovingParameter] = []
+        self._copies: dict[str, _MovingParameter] = {}
         self.num_units: dict[str, int] = {}
         routes: dict[tuple[bytes, bytes], _Route] = {}  # most segments move alike
         plans = []
@@ -313,16 +335,26 @@ class UnitMove(Transaction):
             moving = [_MovingParameter(contents, route) for contents in contents_of(segment, optimizer, self._rank)]
             self._segments.append((segment, after))
             self._parameters += moving
+            for name, tensor in copies_of(segment).items() if segment.on_change is None else ():
+                with suppress(ValueError):  # what cannot move stays
+                    contents = UnitContents(tensor, before.counts[self._rank], None, None)
+                    self._copies[name] = _MovingParameter(contents, route)
             self.num_units[segment.kind] = self.num_units.get(segment.kind, 0) + route.num_units
             plans.append([segment.name, *(owners.hex() for owners in key), [each.plan for each in moving]])
         _require_disjoint(moving.contents for moving in self._parameters)
         self.plan = fingerprint(json.dumps([max_bytes, plans]))
 
     def describe(self) -> str:
-        return descriptions_to_json([moving.contents.description for moving in self._parameters])
+        return descriptions_to_json(
+            [moving.contents.description for moving in (*self._parameters, *self._copies.values())]
+        )
 
     def agree(self, descriptions: Iterable[str]) -> None:
-        agreed = agreed_descriptions(list(map(descriptions_from_json, descriptions)))
+        of_ranks = [{each.name: each for each in descriptions_from_json(text)} for text in descriptions]
+        everywhere = set.intersection(*map(set, of_ranks))  # a rank may have let go of a copy already
+        self._parameters += [self._copies[name] for name in sorted(everywhere & self._copies.keys())]
+        names = [moving.contents.unit_tensor.name for moving in self._parameters]
+        agreed = agreed_descriptions([[of_rank[name] for name in names] for of_rank in of_ranks])
         parcels: list[Parcel] = []
         #: The stack of each parcel, and the route.
         self._travelling: list[tuple[_MovingParameter, tuple[str, int], Pair]] = []
