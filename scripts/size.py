@@ -25,12 +25,12 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 45_363,
+    "package lines": 45_405,
     "package files": 270,
-    "package code lines": 29_193,
-    "tests lines": 42_342,
+    "package code lines": 29_224,
+    "tests lines": 42_396,
     "examples lines": 12_500,
-    "docs lines": 4_295,
+    "docs lines": 4_296,
     "tuning constants": 147,
 }
 

@@ -22,7 +22,7 @@ from zeroresize.layers.functional import (
     row_parallel_products,
 )
 from zeroresize.layers.local_parts import local_of
-from zeroresize.layers.segment import OwnedSegment
+from zeroresize.layers.segment import OnChange, OwnedSegment, for_copies
 from zeroresize.layers.segment_draws import follow_draws
 from zeroresize.layers.weight_checks import tell_shards_of
 from zeroresize.plan.layer import LayerPlan
@@ -33,7 +33,7 @@ from zeroresize.utils.torch_state import autocast_dtype, remove_all
 #: Attributes that a balancer, or an injector of slowness, fills.
 OF_A_BALANCER = frozenset(
     {"plan", "loans", "probes", "last", "needs_eager_autograd", "segment", "forwards"}
-    | {"watch_start", "watch_forward", "watch_input", "copies", "num_copies"}
+    | {"watch_start", "watch_forward", "watch_input", "copies", "num_copies", "follow_as_copy"}
 )
 
 
@@ -107,6 +107,7 @@ class BalancedLinear:
         is_captured: whether a forward was captured in a CUDA graph, which reads the weight where it lay then.
         copies: deep copies of the layer, such as those of a moving average, by number: ``num_copies`` were made.
         copied: as a deep copy, whose units it holds; None for even shares, and for a layer that is none.
+        follow_as_copy: of a deep copy, its module's ``on_change``; None where none is needed, or it is not known.
         is_trained: whether a deep copy has had a gradient: it is no average, and does not follow the layer's units.
         has_dtensors: whether its parameters are DTensors over its group, of which :attr:`local_weight` is a local part.
         parts: how the undivided layer's output features, or of a row-parallel layer its input features, were cut before
@@ -121,6 +122,7 @@ class BalancedLinear:
     has_dtensors: ClassVar[bool] = False
     copied: OwnershipMap | None = None
     is_trained: bool = False
+    follow_as_copy: OnChange | None = None
     copies: dict[int, weakref.ref[BalancedLinear]]
     num_copies: int
     parts: tuple[int, ...] | None = None
@@ -179,6 +181,7 @@ class BalancedLinear:
         alive = {number: weak for number, weak in self.copies.items() if weak() is not None}
         self.copies = alive | {self.num_copies: weakref.ref(other)}
         self.num_copies += 1
+        other.follow_as_copy = None if self.segment is None else for_copies(self.segment.on_change, memo)
         _note_training(other)
         return other
 

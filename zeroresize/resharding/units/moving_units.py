@@ -179,16 +179,18 @@ def contents_of(segment: OwnedSegment, optimizer: Any, rank: int) -> list[UnitCo
     return [UnitContents(tensor, num_units, stepped.get(tensor.name), inner) for tensor in unit_tensors.values()]
 
 
-def copies_of(segment: OwnedSegment) -> dict[str, UnitTensor]:
+def copies_of(segment: OwnedSegment, *, can_follow: bool = True) -> dict[str, UnitTensor]:
     """Return the tensors of deep copies of a segment's layers that hold its units and were never trained, by name.
 
-    They may be averages of the weights, which then have to follow the units.
+    They may be averages of the weights, which then have to follow the units; of some nobody knows how their module can.
     """
     copies: dict[int, UnitTensor] = {}
     for tensor in segment.tensors:
         for number, weak in getattr(tensor.owner, "copies", {}).items():
             layer = weak()
             if layer is None or layer.is_trained or getattr(layer, tensor.attribute, None) is None:
+                continue
+            if (segment.on_change is None or layer.follow_as_copy is not None) != can_follow:
                 continue
             if segment.owned.is_even if layer.copied is None else layer.copied == segment.owned:
                 of_copy = replace(tensor, owner=layer, name=f"copy {number} of {tensor.name}")
@@ -218,6 +220,7 @@ class _Route:
         self.takes_part, self.after, self.is_even = bool(self.places), after, after.is_even
         self.num_units = sum(map(len, self.pairs.values()))
         self.num_before, self.num_after = before.counts[rank], after.counts[rank]
+        self.units_after: list[int] = after.units_of(rank).tolist()
         kept = np.flatnonzero((before.owners == rank) & (after.owners == rank))
         self._kept_of, self._kept_at = (_places(owned, rank, kept) for owned in (before, after))
 
@@ -291,6 +294,12 @@ class _MovingParameter:
         if getattr(self.contents.unit_tensor.owner, "segment", self) is None:  # a copy
             self.contents.unit_tensor.owner.copied = self.route.after
 
+    def follow_as_copy(self) -> None:
+        """Let the module around a copy follow its units."""
+        follow = getattr(self.contents.unit_tensor.owner, "follow_as_copy", None)
+        if follow is not None:
+            follow(self.route.units_after)
+
 
 class UnitMove(Transaction):
     """Moves units between ranks, as seen by this rank.
@@ -335,7 +344,7 @@ class UnitMove(Transaction):
             moving = [_MovingParameter(contents, route) for contents in contents_of(segment, optimizer, self._rank)]
             self._segments.append((segment, after))
             self._parameters += moving
-            for name, tensor in copies_of(segment).items() if segment.on_change is None else ():
+            for name, tensor in copies_of(segment).items():
                 with suppress(ValueError):  # what cannot move stays
                     contents = UnitContents(tensor, before.counts[self._rank], None, None)
                     self._copies[name] = _MovingParameter(contents, route)
@@ -401,6 +410,8 @@ class UnitMove(Transaction):
             rebuild_ddp(wrapper)  # no collective: every replica does so before the same step
         for segment, _ in self._segments:
             segment.follow(self._rank)
+        for moving in self._parameters:
+            moving.follow_as_copy()
 
 
 def _require_fitting(segment: OwnedSegment, after: OwnershipMap, num_ranks: int) -> None:

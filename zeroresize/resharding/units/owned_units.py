@@ -162,7 +162,7 @@ class OwnedUnits:
 
     def why_copies_stay(self) -> str | None:
         """Return why copies of layers, which may be averages of their weights, could not follow units; or None."""
-        names = (next(iter(copies_of(segment)), None) for segment in self.segments if segment.on_change is not None)
+        names = (next(iter(copies_of(segment, can_follow=False)), None) for segment in self.segments)
         if (name := next(filter(None, names), None)) is None:
             return None
         return (
