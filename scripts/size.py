@@ -25,12 +25,12 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 45_405,
+    "package lines": 45_294,
     "package files": 270,
-    "package code lines": 29_224,
-    "tests lines": 42_396,
+    "package code lines": 29_139,
+    "tests lines": 42_211,
     "examples lines": 12_500,
-    "docs lines": 4_296,
+    "docs lines": 4_293,
     "tuning constants": 147,
 }
 

@@ -246,8 +246,7 @@ class Mover:
         units, decider, shares = self.units, self._decider, self._decider.plan.owned
         if units is None or not units.segments or shares == units.shares:
             return
-        why_not = None if shares == units.home else self._observer.why_units_stay or units.why_copies_stay()
-        move = self._change_hands(shares, why_not)
+        move = self._change_hands(shares, self._observer.why_units_stay if shares != units.home else None)
         if move is None:
             return
         comparing_s = 0.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn, SupportsIndex
 
@@ -22,18 +21,17 @@ from zeroresize.layers.functional import (
     row_parallel_products,
 )
 from zeroresize.layers.local_parts import local_of
-from zeroresize.layers.segment import OnChange, OwnedSegment, for_copies
+from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.segment_draws import follow_draws
 from zeroresize.layers.weight_checks import tell_shards_of
 from zeroresize.plan.layer import LayerPlan
-from zeroresize.plan.ownership import OwnershipMap
 from zeroresize.utils.torch_private import current_backward, is_tensor_of_tensors
-from zeroresize.utils.torch_state import autocast_dtype, remove_all
+from zeroresize.utils.torch_state import autocast_dtype
 
 #: Attributes that a balancer, or an injector of slowness, fills.
 OF_A_BALANCER = frozenset(
     {"plan", "loans", "probes", "last", "needs_eager_autograd", "segment", "forwards"}
-    | {"watch_start", "watch_forward", "watch_input", "copies", "num_copies", "follow_as_copy"}
+    | {"watch_start", "watch_forward", "watch_input"}
 )
 
 
@@ -43,19 +41,6 @@ def cast_for_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[T
     if dtype is None:
         return x, weight, bias
     return _cast(x, dtype), _cast(weight, dtype), None if bias is None else _cast(bias, dtype)
-
-
-def _note_training(layer: Any) -> None:
-    """Let a deep copy know when it has its first gradient."""
-    weak, hooks = weakref.ref(layer), list[Any]()
-
-    def note(_: Tensor) -> None:
-        if (alive := weak()) is not None:
-            alive.is_trained = True
-        remove_all(hooks)
-
-    of_layer = [each for each in layer.parameters(recurse=False) if each.requires_grad and each.is_leaf]
-    hooks += [parameter.register_post_accumulate_grad_hook(note) for parameter in of_layer]
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -105,10 +90,7 @@ class BalancedLinear:
         process_group: the tensor-parallel group.
         weight: the host's parameter; what this rank multiplies by is :attr:`local_weight`.
         is_captured: whether a forward was captured in a CUDA graph, which reads the weight where it lay then.
-        copies: deep copies of the layer, such as those of a moving average, by number: ``num_copies`` were made.
-        copied: as a deep copy, whose units it holds; None for even shares, and for a layer that is none.
-        follow_as_copy: of a deep copy, its module's ``on_change``; None where none is needed, or it is not known.
-        is_trained: whether a deep copy has had a gradient: it is no average, and does not follow the layer's units.
+        is_copy_of_uneven: whether it is a copy of a layer whose units were away, on this rank or another.
         has_dtensors: whether its parameters are DTensors over its group, of which :attr:`local_weight` is a local part.
         parts: how the undivided layer's output features, or of a row-parallel layer its input features, were cut before
             the split: the features of each part, of which every rank has its share. A single part was split
@@ -120,11 +102,7 @@ class BalancedLinear:
     is_column_parallel: ClassVar[bool]
     weight_is_transposed: ClassVar[bool] = False
     has_dtensors: ClassVar[bool] = False
-    copied: OwnershipMap | None = None
-    is_trained: bool = False
-    follow_as_copy: OnChange | None = None
-    copies: dict[int, weakref.ref[BalancedLinear]]
-    num_copies: int
+    is_copy_of_uneven: bool = False
     parts: tuple[int, ...] | None = None
     refused_at_home: tuple[str, ...] = ()
     plan: LayerPlan | None
@@ -167,7 +145,6 @@ class BalancedLinear:
         self.watch_start = self.watch_forward = self.watch_input = None
         self.probes, self.forwards = Probes(), CompiledForwards(self)
         self.needs_eager_autograd = self.is_captured = False
-        self.copies, self.num_copies = {}, 0
         self.forget_forwards()
         tell_shards_of(self)
 
@@ -177,13 +154,7 @@ class BalancedLinear:
     def __deepcopy__(self, memo: dict[int, Any]) -> BalancedLinear:
         """A layer of the same process group, converted if this one is, without what its balancer put there."""
         memo[id(self.process_group)] = self.process_group
-        other = self._blank_with(copy.deepcopy(self._own_state(), memo))
-        alive = {number: weak for number, weak in self.copies.items() if weak() is not None}
-        self.copies = alive | {self.num_copies: weakref.ref(other)}
-        self.num_copies += 1
-        other.follow_as_copy = None if self.segment is None else for_copies(self.segment.on_change, memo)
-        _note_training(other)
-        return other
+        return self._blank_with(copy.deepcopy(self._own_state(), memo))
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
@@ -199,7 +170,7 @@ class BalancedLinear:
         vars(other).update(state)
         other._prepare_for_a_balancer()
         if self.segment is not None:
-            other.copied = self.segment.owned
+            other.is_copy_of_uneven = not self.segment.owned.is_even
             other.stays_even = "it is a copy of a layer whose segment was known"
         return other
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
-import inspect
 import math
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,31 +61,6 @@ class Segment:
     has_other_dropout: bool = False
     head_size: int | None = None
     why_even: Callable[[], str | None] | None = None
-
-
-def for_copies(on_change: OnChange | None, copies: Mapping[int, Any]) -> OnChange | None:
-    """Return ``on_change`` with copies in place of the modules that it holds, ``copies`` by the ``id`` of these.
-
-    None where it may hold anything else that is to follow, or a module that has no copy.
-    """
-    if not inspect.isfunction(on_change) or on_change.__defaults__ or on_change.__kwdefaults__:
-        return None
-    code, known = on_change.__code__, vars(builtins) | on_change.__globals__
-    named = [known[name] for name in code.co_names if name in known]
-    if any(map(inspect.iscode, code.co_consts)) or not all(map(_is_constant, named)):
-        return None
-    try:
-        held = [cell.cell_contents for cell in on_change.__closure__ or ()]
-    except ValueError:  # of a variable that has no value yet
-        return None
-    copied = [copies.get(id(value)) if isinstance(value, nn.Module) else value for value in held]
-    if not all(isinstance(value, nn.Module) or _is_constant(value) for value in copied):
-        return None
-    return types.FunctionType(code, on_change.__globals__, closure=tuple(map(types.CellType, copied)))
-
-
-def _is_constant(value: Any) -> bool:
-    return isinstance(value, int | float | str | type | types.ModuleType) or inspect.isbuiltin(value)
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ def _uneven(layer: Any) -> str | None:
     segment: OwnedSegment | None = layer.segment
     if segment is None:
         local, even = layer.local_weight.shape, layer.even_shape
-        is_even = local == even and (layer.copied is None or layer.copied.is_even)
+        is_even = local == even and not layer.is_copy_of_uneven
         return None if is_even else f"is a copy of an unevenly divided layer ({tuple(local)} for {tuple(even)})"
     if segment.owned.is_even:
         return None

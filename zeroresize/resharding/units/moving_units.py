@@ -6,8 +6,7 @@ import json
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -179,26 +178,6 @@ def contents_of(segment: OwnedSegment, optimizer: Any, rank: int) -> list[UnitCo
     return [UnitContents(tensor, num_units, stepped.get(tensor.name), inner) for tensor in unit_tensors.values()]
 
 
-def copies_of(segment: OwnedSegment, *, can_follow: bool = True) -> dict[str, UnitTensor]:
-    """Return the tensors of deep copies of a segment's layers that hold its units and were never trained, by name.
-
-    They may be averages of the weights, which then have to follow the units; of some nobody knows how their module can.
-    """
-    copies: dict[int, UnitTensor] = {}
-    for tensor in segment.tensors:
-        for number, weak in getattr(tensor.owner, "copies", {}).items():
-            layer = weak()
-            if layer is None or layer.is_trained or getattr(layer, tensor.attribute, None) is None:
-                continue
-            if (segment.on_change is None or layer.follow_as_copy is not None) != can_follow:
-                continue
-            if segment.owned.is_even if layer.copied is None else layer.copied == segment.owned:
-                of_copy = replace(tensor, owner=layer, name=f"copy {number} of {tensor.name}")
-                if local_of(of_copy.parameter).shape == local_of(tensor.parameter).shape:
-                    copies.setdefault(id(of_copy.parameter), of_copy)
-    return {tensor.name: tensor for tensor in copies.values()}
-
-
 class _Route:
     """Which units of a segment change hands, and where they lie on this rank before and after.
 
@@ -217,10 +196,9 @@ class _Route:
             for pair, units in self.pairs.items()
             if rank in pair
         }
-        self.takes_part, self.after, self.is_even = bool(self.places), after, after.is_even
+        self.takes_part, self.is_even = bool(self.places), after.is_even
         self.num_units = sum(map(len, self.pairs.values()))
         self.num_before, self.num_after = before.counts[rank], after.counts[rank]
-        self.units_after: list[int] = after.units_of(rank).tolist()
         kept = np.flatnonzero((before.owners == rank) & (after.owners == rank))
         self._kept_of, self._kept_at = (_places(owned, rank, kept) for owned in (before, after))
 
@@ -291,14 +269,6 @@ class _MovingParameter:
             self.contents.state.forget()
             self._new = {}
         self.contents.guard(are_away=not self.route.is_even)
-        if getattr(self.contents.unit_tensor.owner, "segment", self) is None:  # a copy
-            self.contents.unit_tensor.owner.copied = self.route.after
-
-    def follow_as_copy(self) -> None:
-        """Let the module around a copy follow its units."""
-        follow = getattr(self.contents.unit_tensor.owner, "follow_as_copy", None)
-        if follow is not None:
-            follow(self.route.units_after)
 
 
 class UnitMove(Transaction):
@@ -330,7 +300,6 @@ class UnitMove(Transaction):
         require_rebuildable(data_parallel)
         self._segments: list[tuple[OwnedSegment, OwnershipMap]] = []
         self._parameters: list[_MovingParameter] = []
-        self._copies: dict[str, _MovingParameter] = {}
         self.num_units: dict[str, int] = {}
         routes: dict[tuple[bytes, bytes], _Route] = {}  # most segments move alike
         plans = []
@@ -344,26 +313,16 @@ class UnitMove(Transaction):
             moving = [_MovingParameter(contents, route) for contents in contents_of(segment, optimizer, self._rank)]
             self._segments.append((segment, after))
             self._parameters += moving
-            for name, tensor in copies_of(segment).items():
-                with suppress(ValueError):  # what cannot move stays
-                    contents = UnitContents(tensor, before.counts[self._rank], None, None)
-                    self._copies[name] = _MovingParameter(contents, route)
             self.num_units[segment.kind] = self.num_units.get(segment.kind, 0) + route.num_units
             plans.append([segment.name, *(owners.hex() for owners in key), [each.plan for each in moving]])
         _require_disjoint(moving.contents for moving in self._parameters)
         self.plan = fingerprint(json.dumps([max_bytes, plans]))
 
     def describe(self) -> str:
-        return descriptions_to_json(
-            [moving.contents.description for moving in (*self._parameters, *self._copies.values())]
-        )
+        return descriptions_to_json([moving.contents.description for moving in self._parameters])
 
     def agree(self, descriptions: Iterable[str]) -> None:
-        of_ranks = [{each.name: each for each in descriptions_from_json(text)} for text in descriptions]
-        everywhere = set.intersection(*map(set, of_ranks))  # a rank may have let go of a copy already
-        self._parameters += [self._copies[name] for name in sorted(everywhere & self._copies.keys())]
-        names = [moving.contents.unit_tensor.name for moving in self._parameters]
-        agreed = agreed_descriptions([[of_rank[name] for name in names] for of_rank in of_ranks])
+        agreed = agreed_descriptions(list(map(descriptions_from_json, descriptions)))
         parcels: list[Parcel] = []
         #: The stack of each parcel, and the route.
         self._travelling: list[tuple[_MovingParameter, tuple[str, int], Pair]] = []
@@ -410,8 +369,6 @@ class UnitMove(Transaction):
             rebuild_ddp(wrapper)  # no collective: every replica does so before the same step
         for segment, _ in self._segments:
             segment.follow(self._rank)
-        for moving in self._parameters:
-            moving.follow_as_copy()
 
 
 def _require_fitting(segment: OwnedSegment, after: OwnershipMap, num_ranks: int) -> None:

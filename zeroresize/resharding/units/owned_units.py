@@ -26,7 +26,7 @@ from zeroresize.resharding.agreement import CannotMoveError, gather_reasons, mee
 from zeroresize.resharding.data_parallel import DataParallelReplicas
 from zeroresize.resharding.parameter_state import why_of_fixed_size
 from zeroresize.resharding.replaced_parts import ReplacedParts
-from zeroresize.resharding.units.moving_units import bytes_of_units, contents_of, copies_of, move_units
+from zeroresize.resharding.units.moving_units import bytes_of_units, contents_of, move_units
 
 logger = logging.getLogger(__name__)
 
@@ -159,16 +159,6 @@ class OwnedUnits:
     def why_not_now(self) -> str | None:
         """Return why units may not move now, though they might at the start, as far as this rank knows."""
         return next(filter(None, (check() for check in self.checks)), None)
-
-    def why_copies_stay(self) -> str | None:
-        """Return why copies of layers, which may be averages of their weights, could not follow units; or None."""
-        names = (next(iter(copies_of(segment, can_follow=False)), None) for segment in self.segments)
-        if (name := next(filter(None, names), None)) is None:
-            return None
-        return (
-            f"there is a {name}, as of a moving average, whose module on_change does not know, so it could not follow: "
-            "let go of it, or make it a model of its own instead of a deep copy"
-        )
 
     def move(self, shares: Sequence[float], why_not: str | None = None) -> Move | None:
         """Divide the units by ``shares``; None where that is how they are divided already.
