@@ -28,7 +28,7 @@ LIMITS = {
     "package lines": 45_294,
     "package files": 270,
     "package code lines": 29_139,
-    "tests lines": 42_211,
+    "tests lines": 42_228,
     "examples lines": 12_500,
     "docs lines": 4_293,
     "tuning constants": 147,

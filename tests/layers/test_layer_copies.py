@@ -88,3 +88,20 @@ def test_a_model_cannot_be_pickled_and_the_error_says_what_to_save(rank, group):
         with pytest.raises(TypeError, match=r"ColumnParallelLinear .*process group: save model.state_dict\(\) instead"):
             save(run.model)
     torch.save(run.model.state_dict(), io.BytesIO())
+
+
+@on_ranks(2)
+def test_an_average_is_restored_from_its_state_and_can_be_copied(rank, group):
+    """Hooks of torch hold their module weakly, and a copy of such a hook must hold the module's copy."""
+    run = Run(group)
+    run.steps(2)
+    average = AveragedModel(run.model)
+    state = {name: value.clone() for name, value in average.state_dict().items()}
+    with torch.no_grad():
+        for parameter in average.parameters():
+            parameter.add_(1.0)
+    again = copy.deepcopy(average)
+    for each in (average, again):
+        each.load_state_dict(state)
+        assert all(torch.equal(value, state[name]) for name, value in each.state_dict().items())
+    assert again.module.up is not average.module.up is not run.model.up

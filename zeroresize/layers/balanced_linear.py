@@ -149,12 +149,13 @@ class BalancedLinear:
         tell_shards_of(self)
 
     def __copy__(self) -> BalancedLinear:
-        return self._blank_with(self._own_state())
+        return self._filled(type(self).__new__(type(self)), self._own_state())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BalancedLinear:
         """A layer of the same process group, converted if this one is, without what its balancer put there."""
         memo[id(self.process_group)] = self.process_group
-        return self._blank_with(copy.deepcopy(self._own_state(), memo))
+        memo[id(self)] = other = type(self).__new__(type(self))  # before hooks are copied, which know their module
+        return self._filled(other, copy.deepcopy(self._own_state(), memo))
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
@@ -165,8 +166,7 @@ class BalancedLinear:
     def _own_state(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in OF_A_BALANCER}
 
-    def _blank_with(self, state: dict[str, Any]) -> BalancedLinear:
-        other = type(self).__new__(type(self))
+    def _filled(self, other: BalancedLinear, state: dict[str, Any]) -> BalancedLinear:
         vars(other).update(state)
         other._prepare_for_a_balancer()
         if self.segment is not None:
