@@ -281,7 +281,7 @@ def test_a_run_on_a_full_disk_trains_to_its_end_and_says_what_it_could_not_write
     )
     assert [now[key] for key in ("steps", "test_accuracy")] == [before[key] for key in ("steps", "test_accuracy")]
     for epoch in (1, 2):
-        assert f"no checkpoint of epoch {epoch}, could be written (the newest is none): rank " in run.stderr
+        assert f"no checkpoint of epoch {epoch} could be written (the newest is none): rank " in run.stderr
     assert run.stderr.count("metrics.jsonl is incomplete from step ") == 1
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
