@@ -25,9 +25,9 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 45_294,
+    "package lines": 45_292,
     "package files": 270,
-    "package code lines": 29_139,
+    "package code lines": 29_136,
     "tests lines": 42_228,
     "examples lines": 12_500,
     "docs lines": 4_293,

@@ -203,9 +203,9 @@ class _Index(dict[str, Any]):
             return super().__contains__(name)
         if super().__contains__(PIPELINE_SETTINGS) and name.startswith(_OF_PIPELINE):
             return True
-        if name.endswith(CHECKSUMS) and not (super().__contains__(PIPELINE_SETTINGS) or super().__contains__(_FORMAT)):
-            return True  # others have made it
         if name.endswith(CHECKSUMS):
+            if not (super().__contains__(PIPELINE_SETTINGS) or super().__contains__(_FORMAT)):
+                return True  # others have made it
             logger.warning(
                 "no %s: this checkpoint is of before there were any, or its index is damaged; to read it all the same, "
                 "take %r out of what is loaded, and nothing is compared", name, name,

@@ -22,7 +22,7 @@ from zeroresize.config.keys import (
     without_effect,
 )
 from zeroresize.config.paper import PAPER_DEFAULTS, ROOM, PaperConfig, dotted, known_paper_keys, nested, paper_config
-from zeroresize.utils.value_checks import closest, known_keys, plain
+from zeroresize.utils.value_checks import closest, keep_plain, known_keys
 from zeroresize.utils.yaml_values import read_yaml
 
 
@@ -112,8 +112,7 @@ class BalanceConfig:
     paper: PaperConfig = field(default_factory=PaperConfig)
 
     def __post_init__(self) -> None:
-        for key, value in vars(self).items():
-            object.__setattr__(self, key, plain(value))
+        keep_plain(self)
         for key, check in CHECKS.items():
             check(key, getattr(self, key))
         object.__setattr__(self, "paper", paper_config(self.paper))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeroresize.config.keys import PAPER_CHECKS
-from zeroresize.utils.value_checks import known_keys, plain
+from zeroresize.utils.value_checks import keep_plain, known_keys
 
 ROOM = "paper"
 
@@ -50,8 +50,7 @@ class PaperConfig:
     imputation: str = "zero"
 
     def __post_init__(self) -> None:
-        for key, value in vars(self).items():
-            object.__setattr__(self, key, plain(value))
+        keep_plain(self)
         for key, check in PAPER_CHECKS.items():
             check(f"{ROOM}.{key}", getattr(self, key))
 

@@ -29,6 +29,7 @@ from zeroresize.policy.tensor.columns.order import decided_columns, num_lent, or
 from zeroresize.policy.tensor.costs import NUM_POINTS, MigrationCost, ResizingCost, spread_ratios
 from zeroresize.policy.tensor.estimation.times import LEAST_SECONDS
 from zeroresize.utils.texts import percent_text, seconds_text
+from zeroresize.utils.torch_state import synchronize
 
 #: Shares of its columns that one rank lends in the calibration. The cost is taken to be a straight line through them.
 _LENT = (0.25, 0.75)
@@ -235,8 +236,7 @@ class _Transfers:
 
     def _meet(self) -> None:
         all_reduce(torch.zeros(1, device=self._shape.device), self._transport.process_group)
-        if self._shape.device.type == "cuda":
-            torch.cuda.synchronize(self._shape.device)
+        synchronize(self._shape.device)
 
     def _send_weights(self) -> None:
         self._send_out(self._w_NK, "w")

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from zeroresize.comm.collectives import Channel, group_rank, group_size, message_device, start_messages
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.resharding.agreement import meet_over, wait_for_all
+from zeroresize.utils.torch_state import synchronize
 from zeroresize.utils.usual import usual_of
 
 #: Bytes of a small and of a large message, and how often each is sent. The median of each size counts: a freak of the
@@ -136,8 +137,7 @@ def _carry(
     for error in wait_for_all(start_messages(sends, receives, process_group, over)).values():
         raise error
     for tensor in (*sends.values(), *receives.values()):
-        if tensor.is_cuda:
-            torch.cuda.synchronize(tensor.device)
+        synchronize(tensor.device)
 
 
 def _where(process_group: ProcessGroup, device: torch.device, over: Channel | None) -> torch.device:

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.utils.torch_private import DispatchMode, hooks_of_saved_tensors, leaves_of, plain_parts, storage_id
+from zeroresize.utils.torch_state import remove_all
 
 
 class MemoryMeter(Protocol):
@@ -198,8 +199,7 @@ class ActivationBytes:
         if self._saved is not None:
             self._saved.end()
         self._saved = None
-        for handle in self._handles:
-            handle.remove()
+        remove_all(self._handles)
         self._handles = []
 
     def _begin(self, model: nn.Module, inputs: Any, named_inputs: Mapping[str, Any]) -> None:

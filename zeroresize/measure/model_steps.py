@@ -24,6 +24,7 @@ from zeroresize.measure.step_timer import StepTimer
 from zeroresize.policy.slowness.windows import WatchedStep
 from zeroresize.policy.tensor.estimation.times import StepTimes
 from zeroresize.utils.torch_private import current_backward, is_compiled_module
+from zeroresize.utils.torch_state import remove_all
 
 _T = TypeVar("_T")
 
@@ -118,8 +119,7 @@ def _detach(timer: StepTimer, *handles: list[RemovableHandle]) -> None:
 
 
 def _remove(handles: list[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
+    remove_all(handles)
     handles.clear()
 
 

@@ -30,6 +30,7 @@ from zeroresize.measure.clocks import clock_for
 from zeroresize.plan.layer import LayerPlan
 from zeroresize.plan.ownership import normalised
 from zeroresize.policy.tensor.estimation.times import LEAST_SECONDS
+from zeroresize.utils.torch_state import synchronize
 
 #: Seconds that a comparison may take, roughly.
 BUDGET_S = 0.2
@@ -131,7 +132,7 @@ def time_products(
             layer.probes.product(kernels.wgrad, dy_TN, x_TK, plan, None)
     finally:
         layer.probes.remove(stopwatch)
-    _synchronize(x_TK.device)
+    synchronize(x_TK.device)
     return stopwatch.seconds("product"), stopwatch.seconds("gemm")
 
 
@@ -278,13 +279,13 @@ def product_seconds(weight: Tensor, *, least_s: float = _LEAST_S, repetitions: i
     x = torch.ones(FIRST_TOKENS, weight.shape[1], dtype=weight.dtype, device=weight.device)
 
     def seconds_of(num_products: int) -> float:
-        _synchronize(weight.device)
+        synchronize(weight.device)
         began = time.perf_counter()
         for _ in range(num_products):
             y = x @ weight.t()
             y @ weight
             y.t() @ x
-        _synchronize(weight.device)
+        synchronize(weight.device)
         return time.perf_counter() - began
 
     seconds_of(1)  # what is set up once
@@ -294,8 +295,3 @@ def product_seconds(weight: Tensor, *, least_s: float = _LEAST_S, repetitions: i
             num_products *= 2
         fastest_s = min(fastest_s, elapsed_s / num_products)
     return fastest_s
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

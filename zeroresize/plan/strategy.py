@@ -17,7 +17,7 @@ import numpy as np
 
 from zeroresize.plan.layout import Indices, Layout, TensorSpec, unit_bounds
 from zeroresize.plan.partition import Partition
-from zeroresize.utils.value_checks import at_least, is_number, known_keys, plain
+from zeroresize.utils.value_checks import at_least, is_number, keep_plain, known_keys
 
 _DEGREES = ("dp", "tp", "pp")
 _KEYS = (*_DEGREES, "ranks", "shares", "boundaries")
@@ -66,8 +66,7 @@ class Strategy:
     boundaries: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for key, value in vars(self).items():
-            object.__setattr__(self, key, plain(value))
+        keep_plain(self)
         for key in _DEGREES:
             at_least(f"strategy {key}", getattr(self, key), 1)
         for key in ("ranks", "shares", "boundaries"):
@@ -245,8 +244,7 @@ class LengthRange:
     max_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "up_to", plain(self.up_to))
-        object.__setattr__(self, "max_tokens", plain(self.max_tokens))
+        keep_plain(self)
         at_least("length range up_to", self.up_to, 1)
         object.__setattr__(self, "strategy", Strategy.of(self.strategy))
         if self.max_tokens is not None:

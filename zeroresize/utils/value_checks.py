@@ -18,6 +18,12 @@ def plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
+def keep_plain(instance: Any) -> None:
+    """Let a frozen dataclass hold :func:`plain` values of those that it was given."""
+    for key, value in vars(instance).items():
+        object.__setattr__(instance, key, plain(value))
+
+
 def at_least(key: str, value: Any, least: int, most: int = LARGEST_COUNT, *, otherwise: str = "") -> None:
     """Check for a whole number from ``least`` to ``most``; errors say what may stand there ``otherwise``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
