@@ -122,7 +122,7 @@ class Training:
 
 
 @pytest.mark.slow
-def test_units_move_first_and_layers_by_what_is_left(run_ranks, cheap_moves):
+def test_units_move_first_and_layers_by_what_is_left(run_ranks, cheap_moves, lending_is_dear):
     def check(rank, group):
         training = Training(rank)
         training.train(12)
