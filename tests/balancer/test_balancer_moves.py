@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from helpers.processes import caught_log_lines, for_each, told_by_survivors
 from helpers.virtual_training import Pair, Run
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from zeroresize.resharding import agreement
@@ -65,6 +66,38 @@ def test_units_move_away_from_a_straggler_and_come_home_after_it_recovers(run_ra
     for _, away, after, owned in results:
         assert away == results[0][1] and away[1] < away[0] / 2
         assert after == (64, 64, 64) and owned == 1.0
+
+
+def test_units_stay_while_a_deep_copy_is_held_that_could_not_follow(run_ranks):
+    def train(rank, group):
+        run = exact_run(group)
+        run.updates(2)
+        average = AveragedModel(run.model) if rank == 0 else None
+        again = copy.deepcopy(average)
+        run.time.chi = 4.0 if rank == 1 else 1.0
+        with caught_log_lines() as lines:
+            run.updates(6)
+        held, balancer = counts(run), run.balancer
+        for _ in range(2):  # the copy, then what was copied of it
+            if average is not None:
+                average.update_parameters(run.model)
+            with pytest.raises(RuntimeError, match=r"holds a deep copy of up.*AveragedModel.*moves: false"):
+                balancer.move((3, 1))
+            average, again = again, None
+        average = None
+        balancer.move((3, 1))
+        copied = copy.deepcopy(run.model) if rank == 1 else None
+        with balancer.at_home():
+            at_home = counts(run)
+        with pytest.raises(RuntimeError, match="holds a deep copy of up"):
+            balancer.move((1, 1))
+        del copied
+        balancer.close(at_home=True)
+        return held, at_home, counts(run), sum("holds a deep copy of up" in line for line in lines)
+
+    for rank, (held, at_home, closed, num_lines) in enumerate(run_ranks(train, 2)):
+        assert held == at_home == closed == HOME
+        assert bool(num_lines) == (rank == 0)
 
 
 def tensors_of(run):

@@ -246,7 +246,8 @@ class Mover:
         units, decider, shares = self.units, self._decider, self._decider.plan.owned
         if units is None or not units.segments or shares == units.shares:
             return
-        move = self._change_hands(shares, self._observer.why_units_stay if shares != units.home else None)
+        why_not = self._observer.why_units_stay if shares != units.home else None
+        move = self._change_hands(shares, why_not or units.why_copied())
         if move is None:
             return
         comparing_s = 0.0

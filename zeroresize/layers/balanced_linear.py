@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn, SupportsIndex
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -90,6 +91,7 @@ class BalancedLinear:
         process_group: the tensor-parallel group.
         weight: the host's parameter; what this rank multiplies by is :attr:`local_weight`.
         is_captured: whether a forward was captured in a CUDA graph, which reads the weight where it lay then.
+        family: the layer, its deep copies and theirs, as long as something holds them; None before the first one.
         is_copy_of_uneven: whether it is a copy of a layer whose units were away, on this rank or another.
         has_dtensors: whether its parameters are DTensors over its group, of which :attr:`local_weight` is a local part.
         parts: how the undivided layer's output features, or of a row-parallel layer its input features, were cut before
@@ -102,6 +104,7 @@ class BalancedLinear:
     is_column_parallel: ClassVar[bool]
     weight_is_transposed: ClassVar[bool] = False
     has_dtensors: ClassVar[bool] = False
+    family: WeakSet[BalancedLinear] | None = None
     is_copy_of_uneven: bool = False
     parts: tuple[int, ...] | None = None
     refused_at_home: tuple[str, ...] = ()
@@ -155,7 +158,11 @@ class BalancedLinear:
         """A layer of the same process group, converted if this one is, without what its balancer put there."""
         memo[id(self.process_group)] = self.process_group
         memo[id(self)] = other = type(self).__new__(type(self))  # before hooks are copied, which know their module
-        return self._filled(other, copy.deepcopy(self._own_state(), memo))
+        self.family = family = self.family or WeakSet([self])
+        memo[id(family)] = family
+        self._filled(other, copy.deepcopy(self._own_state(), memo))
+        family.add(other)
+        return other
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -227,6 +228,23 @@ class OwnedUnits:
             "before a move. Capture once units have moved for the last time, with a Balancer of moves=False or "
             "mode='off' from then on, or leave such layers out by module_filter_fn"
         )
+
+    def why_copied(self) -> str | None:
+        """Return why units may not change hands for long, as something holds a deep copy of a layer of this rank."""
+        if self._copied_layer is not None:
+            gc.collect()  # a copy that nothing needs may hold itself
+        if (name := self._copied_layer) is None:
+            return None
+        return (
+            f"something holds a deep copy of {name}, which would keep its shapes when units change hands, as an "
+            "average of weights (AveragedModel) that no longer fits. Drop copies that are not needed, keep a state in "
+            "place of a snapshot, build a model that stays as it is anew and load its weights, or set moves: false"
+        )
+
+    @property
+    def _copied_layer(self) -> str | None:
+        layers = (pair for segment in self.segments for pair in zip(segment.layers, segment.modules, strict=True))
+        return next((name for name, layer in layers if layer.family is not None and len(layer.family) > 1), None)
 
     def guard_new_state(self) -> None:
         """Let what the optimizer has made be gathered no more than the parameters that it belongs to; no collective.
