@@ -25,12 +25,12 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 45_318,
+    "package lines": 45_613,
     "package files": 270,
-    "package code lines": 29_158,
-    "tests lines": 42_263,
+    "package code lines": 29_368,
+    "tests lines": 42_670,
     "examples lines": 12_500,
-    "docs lines": 4_295,
+    "docs lines": 4_314,
     "tuning constants": 147,
 }
 

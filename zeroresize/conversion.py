@@ -17,7 +17,7 @@ from zeroresize.comm.collectives import group_rank, group_ranks, group_size, req
 from zeroresize.config.keys import checked_share_choice
 from zeroresize.integrations.hosts import GATHERED, HostAdapter, host_of, known_kinds, process_group_of
 from zeroresize.integrations.known_faults import warn_of_known_faults
-from zeroresize.integrations.named_segments import require_heads_on_ranks
+from zeroresize.integrations.named_segments import require_all_features, require_heads_on_ranks
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import Segment
 from zeroresize.layers.segments import all_segments, owned_segments
@@ -32,6 +32,7 @@ from zeroresize.resharding.segments.search_segments import (
     require_same_segments,
     search_segments,
     summary_of_segments,
+    tell_waiting_ranks,
 )
 from zeroresize.resharding.state_dict_guards import guard_save_pretrained
 from zeroresize.resharding.units.owned_units import OwnedUnits, divide_units, require_segments
@@ -84,7 +85,8 @@ def convert(
     layer keeps the very same Parameter objects, and without a plan its outputs and gradients are bitwise those of the
     layer it replaces. A layer that cannot be balanced (gathered output, a weight that is made anew in
     every forward, sequence parallelism inside the layer, another group, …) stays exactly as it was; one log line says
-    why.
+    why. Where torch's styles, or transformers, have cut through units, ranks hold whole ones afterwards, in the same
+    Parameters: collective then, and before the first backward.
 
     Args:
         model: the model, or what Colossal-AI's Booster made of it.
@@ -118,6 +120,7 @@ def convert(
     group = group_of(model, process_group, module_filter_fn)
     inner, is_first_rank = unwrap(model), group_rank(group) == 0
     require_ties_kept(inner)
+    require_all_features(inner)
     try:
         wanted = None if shares is None else checked_share_choice(shares, group_size(group))
         if isinstance(wanted, tuple):
@@ -138,7 +141,6 @@ def convert(
         _convert_again(model, group, module_filter_fn)
         return model
 
-    require_heads_on_ranks(inner)
     if is_first_rank and (untied := next(probably_untied(inner), None)) is not None:
         logger.warning(
             "%s and %s hold the same numbers: they are probably one weight that splitting has untied, and will be "
@@ -154,11 +156,14 @@ def convert(
         if not balanced_layers(model):
             raise ValueError(_nothing_to_convert(model, choice))
         _search(model, balanced_layers(model), group, segments)
+        require_heads_on_ranks(inner)
     except Exception as raised:  # other ranks may be about to divide
         error = raised
     layers = balanced_layers(model)
     try:
         if error is not None and wanted in (None, "even"):
+            if any(layer.has_dtensors for layer in layers.values()):
+                tell_waiting_ranks(error, group, _device_of(model))
             raise error
         if wanted == "even":
             for segment in all_segments(layers):
@@ -166,7 +171,7 @@ def convert(
         elif wanted is not None:
             _divide(model, group, wanted, optimizer, error)
     except Exception:
-        if all(segment.owned.is_even for segment in all_segments(layers)):  # it may be converted again, rightly
+        if all(segment.owned.is_home for segment in all_segments(layers)):  # it may be converted again, rightly
             for layer in layers.values():
                 layer.is_converted = layer in converted_before
                 layer.segment = layer.stays_even = None

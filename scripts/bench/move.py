@@ -34,7 +34,7 @@ def make_segment(name: str, kind: str, width: int, num_units: int, rows: int, nu
             tensors.append(UnitTensor(column, attribute, f"{name}.{number}.{attribute}", 0, (rows,)))
     row = RowParallelLinear(size, width, process_group=group)
     tensors.append(UnitTensor(row, "weight", f"{name}.row.weight", 1, (rows,)))
-    return OwnedSegment(name, kind, (), tuple(tensors), OwnershipMap.even(num_units, dist.get_world_size()))
+    return OwnedSegment(name, kind, (), tuple(tensors), OwnershipMap.home(num_units, dist.get_world_size()))
 
 
 def stepped_adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -19,7 +19,7 @@ PLAN = WorkloadPlan(
 def layers():
     return {
         name: SimpleNamespace(
-            local_weight=torch.zeros(4, 64), even_shape=(4, 64), num_columns=64, plan=None, segment=None
+            local_weight=torch.zeros(4, 64), home_shape=(4, 64), num_columns=64, plan=None, segment=None
         )
         for name in ("up", "down")
     }

@@ -114,7 +114,7 @@ class Units(KindOfMove):
         self._move(parallel_layers.uneven(NUM_RANKS, 1))
 
     def move_nowhere(self):
-        self._move({"1.down": OwnershipMap.even(parallel_layers.NEURONS + 3, NUM_RANKS)})
+        self._move({"1.down": OwnershipMap.home(parallel_layers.NEURONS + 3, NUM_RANKS)})
 
     @contextmanager
     def other_optimizer_state(self):

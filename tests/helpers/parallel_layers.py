@@ -286,8 +286,8 @@ def segments_of(model, group):
     neurons.append(UnitTensor(feed_forward.down, "weight", "1.down.weight", 1, (1,)))
     layers = ("0.q", "0.k", "0.v", "0.out"), ("1.up", "1.down")
     return [
-        OwnedSegment("0.out", "heads", layers[0], tuple(heads), OwnershipMap.even(HEADS, ranks), on_change=follow),
-        OwnedSegment("1.down", "neurons", layers[1], tuple(neurons), OwnershipMap.even(NEURONS, ranks)),
+        OwnedSegment("0.out", "heads", layers[0], tuple(heads), OwnershipMap.home(HEADS, ranks), on_change=follow),
+        OwnedSegment("1.down", "neurons", layers[1], tuple(neurons), OwnershipMap.home(NEURONS, ranks)),
     ]
 
 
@@ -298,7 +298,7 @@ def uneven(num_ranks, turn=0):
             "0.out": [1, *[HEADS // num_ranks] * (num_ranks - 2), 2 * HEADS // num_ranks - 1],
             "1.down": [3, *[NEURONS // num_ranks] * (num_ranks - 2), 2 * NEURONS // num_ranks - 3],
         }
-        return {name: OwnershipMap.even(sum(counts), num_ranks).with_counts(counts) for name, counts in owners.items()}
+        return {name: OwnershipMap.home(sum(counts), num_ranks).with_counts(counts) for name, counts in owners.items()}
     generator = np.random.default_rng(turn)
     return {
         name: OwnershipMap(generator.integers(max(num_ranks - 1, 1), size=number), num_ranks)
@@ -307,7 +307,7 @@ def uneven(num_ranks, turn=0):
 
 
 def home(num_ranks):
-    return {"0.out": OwnershipMap.even(HEADS, num_ranks), "1.down": OwnershipMap.even(NEURONS, num_ranks)}
+    return {"0.out": OwnershipMap.home(HEADS, num_ranks), "1.down": OwnershipMap.home(NEURONS, num_ranks)}
 
 
 def whole_of(tensor, where, owned, group):

@@ -88,7 +88,7 @@ def test_heads_do_not_move_any_more_once_the_function_has_changed(rank, group, *
     segments, _ = attention_of(model, group)
     assert len(segments) == DEPTH
     num_units = len(segments[0].owned.owners)
-    uneven = {segments[0].name: OwnershipMap.even(num_units, 2).with_counts([0, num_units])}
+    uneven = {segments[0].name: OwnershipMap.home(num_units, 2).with_counts([0, num_units])}
     move = functools.partial(move_units, segments, process_group=group, optimizer=None, model=model)
     home = {segments[0].name: segments[0].owned}
     move(uneven)
@@ -100,6 +100,6 @@ def test_heads_do_not_move_any_more_once_the_function_has_changed(rank, group, *
     with pytest.raises(ValueError if rank == 0 else CannotMoveError, match=rf"{BY_NUMBERS}|ranks \[0\]"):
         move(uneven)
     model.config._attn_implementation = "alibi"
-    assert all(one.owned.is_even for one in segments)
+    assert all(one.owned.is_home for one in segments)
     after = results(model, segments, compute("Llama"), group)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())

@@ -36,7 +36,7 @@ def test_segments_that_move_soundly_pass_and_the_model_is_left_as_it_was(rank, g
     for name, parameter in model.named_parameters():
         assert parameter is parameters[name] and isinstance(parameter, DTensor) and parameter.grad is None
         assert torch.equal(local_of(parameter), values[name]), name
-    assert all(one.owned.is_even for one in owned_segments(balanced_layers(model)))
+    assert all(one.owned.is_home for one in owned_segments(balanced_layers(model)))
 
 
 @on_ranks(4)

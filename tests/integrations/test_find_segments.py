@@ -143,7 +143,7 @@ def test_a_proven_segment_computes_the_same_whoever_owns_its_neurons(rank, group
     for segment in segments:
         columns, num_parts = expected[segment.name]
         assert list(segment.layers) == [*columns, segment.name] and segment.kind == "neurons"
-        assert len(segment.owned.owners) == INNER and segment.owned.is_even
+        assert len(segment.owned.owners) == INNER and segment.owned.is_home
         *of_columns, of_row = segment.tensors
         assert {(one.dim, one.rows) for one in of_columns} == {(0, (1,) * num_parts)}
         assert (of_row.name, of_row.dim, of_row.rows) == (f"{segment.name}.weight", 1, (1,))
@@ -292,7 +292,7 @@ MISTAKES = {
     "row as column": (Segment(["0.out"], "1.2"), "layer 0.out is row-parallel, and column must name column-parallel"),
     "nothing": (Segment([], "1.2"), "it names no column-parallel layer"),
     "twice": (Segment(["1.0", "1.0"], "1.2"), "layer 1.0 is in it twice"),
-    "unit_size": (Segment(["1.0"], "1.2", unit_size=4), "1.2 has 6 input features on a rank, .* of unit_size=4"),
+    "unit_size": (Segment(["1.0"], "1.2", unit_size=4), "1.0 is divided 1 : 1, .* of unit_size=4"),
     "parts": (Segment(["1.0"], "1.2", parts=5), "1.0: parts=5 is not allowed: .* equal parts the 12 features are"),
     "min_units": (Segment(["1.0"], "1.2", min_units=7), "min_units=7: allowed are 0 to 6"),
 }

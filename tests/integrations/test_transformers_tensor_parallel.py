@@ -96,3 +96,39 @@ def test_gpt2_cannot_be_split_by_torch_and_is_told_so(run_ranks):
             zr.convert(model, group)
 
     run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("neurons", [52, 51])
+def test_heads_and_neurons_that_ranks_do_not_divide_are_held_whole(run_ranks, tmp_path, monkeypatch, neurons):
+    sizes = {"hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": neurons}
+    monkeypatch.setitem(DECODERS, "llama", ("Llama", {**DECODERS["llama"][1], **sizes}))
+    whole = whole_decoder("llama")
+    whole.save_pretrained(tmp_path / "whole")
+    expected = train(whole, torch.optim.AdamW(whole.parameters(), lr=1e-2), 6, clip_grad_norm_)
+
+    def check(rank, group):
+        model = split_by_plan(tmp_path / "whole", rank)
+        parameters = list(model.parameters())
+        if neurons == 51 and not IS_5:
+            with pytest.raises(ValueError, match=r"gate_proj is a layer of shape \(51, 24\), .* hold \(50, 24\)"):
+                zr.convert(model)
+            return
+        zr.convert(model)
+        assert all(now is before for now, before in zip(model.parameters(), parameters, strict=True))
+        attention, feed_forward = model.model.layers[1].self_attn, model.model.layers[1].mlp
+        assert local_of(attention.k_proj.weight).shape == (8 if rank == 0 else 4, 24)
+        assert local_of(feed_forward.up_proj.weight).shape[0] == neurons // 2 + (rank == 0) * neurons % 2
+        values, balancer = trained_with_moves(model)
+        assert values == pytest.approx(expected, abs=1e-6)
+        with pytest.raises(RuntimeError, match="unit_size"):
+            model.model.layers[0].self_attn.q_proj.weight.full_tensor()
+        balancer.move((3, 1))
+        state = zr.sharded_state_dict(model)
+        torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "trained")
+
+    run_ranks(check, 2)
+    if neurons == 52 or IS_5:
+        state = {name: torch.empty_like(value) for name, value in whole.state_dict().items()}
+        torch.distributed.checkpoint.load(state, checkpoint_id=tmp_path / "trained")
+        for name, value in whole.state_dict().items():
+            torch.testing.assert_close(state[name], value, atol=1e-6, rtol=1e-6)

@@ -62,7 +62,7 @@ class Model(nn.Module):
 
 def counts_of(heads, neurons):
     """Maps by the number of units, from what each rank owns."""
-    return {sum(counts): OwnershipMap.even(sum(counts), len(counts)).with_counts(counts) for counts in (heads, neurons)}
+    return {sum(counts): OwnershipMap.home(sum(counts), len(counts)).with_counts(counts) for counts in (heads, neurons)}
 
 
 def scattered(num_ranks):

@@ -41,7 +41,7 @@ def test_units_that_change_owners_travel_and_no_others(drawn):
 
 def test_layouts_of_other_units_or_ranks_are_an_error():
     def layout(num_units, num_ranks):
-        return Layout.of_owners(OwnershipMap.even(num_units, num_ranks).owners, num_ranks)
+        return Layout.of_owners(OwnershipMap.home(num_units, num_ranks).owners, num_ranks)
 
     with pytest.raises(ValueError, match="no rank holds all units of 0"):
         transfers(layout(8, 2), layout(10, 2))

@@ -51,14 +51,19 @@ def rows(kind, names):
 
 
 LINEAR = (
-    rows(COUNT, "in_features out_features")
+    rows(COUNT, "in_features out_features unit_size")
     | rows(FLAG, "bias")
     | rows(SEED, "own_features")
     | rows((NAN, "2", 1.5), "parts")
     | rows(CLASS, "process_group dtype")
     | rows((3.5, NAN, []), "device")
 )
-STYLE = rows(CLASS, "input_layouts output_layouts") | rows(FLAG, "use_local_output") | rows((NAN, "2"), "parts")
+STYLE = (
+    rows(CLASS, "input_layouts output_layouts")
+    | rows(FLAG, "use_local_output")
+    | rows((NAN, "2"), "parts")
+    | rows(COUNT, "unit_size")
+)
 #: Of every public constructor: each of its parameters, with values that are not allowed.
 WRONG = {
     "BalanceConfig": rows(PAPER_TEXT, "mode target priority pruned_update migration_transport")

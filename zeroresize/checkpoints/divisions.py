@@ -58,6 +58,12 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
 def _of_module(module: nn.Module) -> tuple[dict[int, TensorDivision], dict[str, Tensor]]:
     """What is known of a module's own tensors by ``id``, and by name those that may be parts in an unknown way."""
     if isinstance(module, BalancedLinear):
+        if module.refused_at_home and module.is_sharded_further(module.weight):
+            raise ValueError(
+                f"sharded_state_dict: a {type(module).__name__} is packed (parts=), or split by units (unit_size=) "
+                "that its ranks do not divide, and fully_shard has divided it further: its placements do not say what "
+                "a rank holds. Split such a layer in another way beside fully_shard"
+            )
         tensors = {name: one for name, one in own_tensors(module).items() if not _tells_its_division(one, module)}
         return _of_balanced(module, tensors)
     tensors = {name: one for name, one in own_tensors(module).items() if not isinstance(one, DTensor)}
@@ -89,20 +95,19 @@ def _of_balanced(layer: Any, tensors: dict[str, Tensor]) -> tuple[dict[int, Tens
         divisions = {id(one.parameter): _of_units(one, segment, rank) for one in of_units}
         is_made = False
     else:
-        dim = 0 if layer.is_column_parallel else 1
-        even_size = layer.even_shape[dim]
-        if ranks > 1 and layer.local_weight.shape[dim] != even_size:
+        dim, home = layer.divided_dim, layer.home
+        if ranks > 1 and layer.local_weight.shape[dim] != layer.home_shape[dim]:
             raise ValueError(
                 f"sharded_state_dict: a {type(layer).__name__} has a weight of shape {tuple(layer.local_weight.shape)} "
-                f"on this rank, where its host made one of {tuple(layer.even_shape)}, and it is not known what it "
+                f"on this rank, where its host made one of {tuple(layer.home_shape)}, and it is not known what it "
                 "owns: is it a copy of a layer that was divided unevenly?"
             )
-        parts = layer.parts or (even_size * ranks,)
+        parts = layer.parts or (layer.whole_size,)
         divisions = {}
         if "weight" in tensors:
-            divisions[id(tensors["weight"])] = _evenly(dim ^ layer.weight_is_transposed, parts, ranks, rank)
+            divisions[id(tensors["weight"])] = _by_home(dim ^ layer.weight_is_transposed, parts, home, rank)
         if layer.is_column_parallel and "bias" in tensors:
-            divisions[id(tensors["bias"])] = _evenly(0, parts, ranks, rank)
+            divisions[id(tensors["bias"])] = _by_home(0, parts, home, rank)
         is_made = "weight" not in tensors and not layer.has_dtensors  # of other tensors, in every forward
     doubtful = {name: tensor for name, tensor in tensors.items() if id(tensor) not in divisions}
     if is_made and ranks > 1:
@@ -122,7 +127,13 @@ def _of_units(where: UnitTensor, segment: OwnedSegment, rank: int) -> TensorDivi
 
 
 def _evenly(dim: int, parts: Sequence[int], num_ranks: int, rank: int) -> TensorDivision:
-    pieces = unit_pieces(np.array([rank]), num_ranks, [size // num_ranks for size in parts])
+    return _by_home(dim, parts, (1,) * num_ranks, rank)
+
+
+def _by_home(dim: int, parts: Sequence[int], home: Sequence[int], rank: int) -> TensorDivision:
+    """Of each part a rank has ``home[rank]`` of ``sum(home)`` units."""
+    units = np.arange(sum(home[:rank]), sum(home[: rank + 1]))
+    pieces = unit_pieces(units, sum(home), [size // sum(home) for size in parts])
     return TensorDivision(dim, sum(parts), lambda: pieces)
 
 

@@ -95,7 +95,8 @@ def _decider(setup: Setup, group: Group) -> GroupDecision:
     # Replicas decide alike in modes in which that may move units.
     exchange = group.everybody if config.mode in MOVABLE_MODES else group.exchange
     if units is None or (units.why_not_movable is not None and units.is_home):
-        decider = GroupDecision(config, setup.num_ranks, exchange)
+        works = () if units is None else (work for work in units.works if not work.is_even(setup.num_ranks))
+        decider = GroupDecision(config, setup.num_ranks, exchange, [replace(work, stays=True) for work in works])
     else:
         is_movable = units.why_not_movable is None
         if config.mode in MOVING_MODES and not is_movable:

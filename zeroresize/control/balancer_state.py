@@ -175,7 +175,7 @@ def _require_fitting(parts: Parts, state: _OfRank, where: str) -> None:
             raise ValueError(f"{where}.units.{segment.name}: ascending numbers below {num_units} are needed")
     columns, of_units = {name: known.num_columns for name, known in state.selector.columns.items()}, {}
     for name, layer in parts.setup.layers.items():
-        shape = tuple(layer.even_shape)
+        shape = tuple(layer.home_shape)
         if layer.segment is not None:
             shape = shape_with(layer, len(_units_of_layer(state.units, parts, layer)))
         of_units[name] = shape[1]
@@ -198,7 +198,7 @@ def _units_of_layer(units: _Units, parts: Parts, layer: BalancedLinear) -> Seque
     """Return which of ``units`` a layer of a segment held; those of even shares where they do not tell."""
     segment = layer.segment
     assert segment is not None
-    even = OwnershipMap.even(len(segment.owned.owners), segment.owned.num_ranks)
+    even = OwnershipMap.home(len(segment.owned.owners), segment.owned.num_ranks)
     return units[segment.name] if segment.name in units else even.units_of(parts.setup.rank).tolist()
 
 

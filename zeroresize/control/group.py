@@ -153,7 +153,7 @@ class DropoutKeys:
         staying_even: dict[str, str] = {}
         for segment in self._segments:
             segment.stays_even = None
-            if config.mode in MOVING_MODES or are_divided or not segment.owned.is_even:
+            if config.mode in MOVING_MODES or are_divided or not segment.owned.is_home:
                 keyed.append(segment)
             elif drops(segment):
                 segment.stays_even = f"in mode {config.mode!r} dropout between its layers stays as it is"

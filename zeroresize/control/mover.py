@@ -51,7 +51,7 @@ class Mover:
         self._setup, self._group, self._observer, self._decider = setup, group, observer, decider
         self._reporter, self._config, self.units, self.lender = reporter, setup.config, group.units, lender
         config, layers, rank, num_ranks = setup.config, setup.layers, setup.rank, setup.num_ranks
-        num_columns = {name: layer.even_shape[1] for name, layer in layers.items()}
+        num_columns = {name: layer.home_shape[1] for name, layer in layers.items()}
         self.selector = ColumnSelector(config, rank, num_columns, work_of_layers(layers), segments_of_layers(layers))
         knows_columns = setup.may_be_away and config.mode in PRUNING_MODES
         exchange = group.exchange if knows_columns else None

@@ -52,6 +52,7 @@ class Observer:
         statistic: ColumnStatistic | None,
         attached: ExitStack,
     ) -> None:
+        self._units = group.units
         self.statistic, self._memory, self._start_check, self._where = statistic, group.memory, start_check, group.where
         self.balancing_s = self.balancing_since_update_s = 0.0
         self._began = time.perf_counter()
@@ -83,8 +84,9 @@ class Observer:
         if self._optimizer_steps is not None:
             self._optimizer_steps.step_is_called()
         if self.slowness is not None:
-            # Ranks of a tensor-parallel group have the same batch.
-            read = self.monitor.last_read
+            # Ranks of a tensor-parallel group have the same batch, and more or fewer units where these do not divide.
+            is_by_host = self._units is not None and self._units.shares == self._units.home
+            read = [step.at_even_shares if is_by_host else step for step in self.monitor.last_read]
             self.slowness.end_step(
                 [WatchedStep.of_times(step, step.gemm_s + step.gather_fill_s, work=1.0) for step in read]
             )

@@ -81,7 +81,7 @@ class Setup:
         is_uneven = shares == "auto" if isinstance(shares, str) else len(set(shares)) > 1
         is_uneven = is_uneven or self.config.memory_limits is not None
         will_be = is_uneven and not any(segment.has_given_shares for segment in segments)
-        return will_be or any(len(set(segment.shares)) > 1 or not segment.owned.is_even for segment in segments)
+        return will_be or any(len(set(segment.shares)) > 1 or not segment.owned.is_home for segment in segments)
 
     @property
     def may_be_away(self) -> bool:

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from zeroresize.comm.collectives import group_size, require_group
+from zeroresize.comm.collectives import require_group
 from zeroresize.integrations.changed_modules import remembered_by
 from zeroresize.integrations.hosts import GATHERED
 from zeroresize.layers.balanced_linear import BalancedLinear
@@ -74,10 +74,6 @@ def why_left_alone(module: Any) -> str | None:
         return f"its weight has the placements {module.weight.placements}, and {style.name} makes {wanted!r}"
     if (why := why_no_plain_linear(module, but_for_forward=True)) is not None:
         return why
-    ranks = group_size(require_group(style.layouts.mesh))
-    divided = "out_features" if style.is_column else "in_features"
-    if getattr(module, divided) % ranks:
-        return f"its {divided}={getattr(module, divided)} are not divisible by the {ranks} ranks"
     return _why_layouts_unknown(style.layouts, is_column=style.is_column)
 
 

@@ -195,15 +195,15 @@ class _Search:
             self._reasons.pop(name, None)
 
     def _owned(self, segment: Segment, columns: Sequence[str], row: str) -> OwnedSegment:
-        unit_size, num_inputs = segment.unit_size, self._layers[row].even_shape[1]
-        num_here, left = divmod(num_inputs, unit_size)
-        num_units = num_here * self._num_ranks
+        unit_size, num_inputs = segment.unit_size, self._layers[row].whole_size
+        num_units, left = divmod(num_inputs, unit_size)
+        owned = OwnershipMap.home(num_units, self._num_ranks)
+        num_here, names = min(owned.counts), (*columns, row)
         if left or not num_here:
             raise StaysEven(
-                f"{row} has {num_inputs} input features on a rank, which are no whole number of units of "
-                f"unit_size={unit_size}"
+                f"{row} reads {num_inputs} features, which are no whole units of unit_size={unit_size} for each of "
+                f"{self._num_ranks} ranks"
             )
-        names = (*columns, row)
         tensors = [each for name in columns for each in self._tensors(name, self._rows(name, segment, num_units))]
         if len(self._layers[row].parts or ()) > 1:
             raise StaysEven(f"{row} reads several parts, parts={self._layers[row].parts}")
@@ -212,12 +212,12 @@ class _Search:
         # torch's clipping by the largest element is an error on a rank whose part of a DTensor is empty.
         least = max(segment.min_units, int(any(self._layers[name].has_dtensors for name in names)))
         quantum = neuron_quantum(num_units, self._num_ranks) if unit_size == 1 else 1
-        return OwnedSegment(
+        held = OwnedSegment(
             name=row,
             kind=segment.kind,
             layers=names,
             tensors=(*tensors, *self._tensors(row, (unit_size,))),
-            owned=OwnershipMap.even(num_units, self._num_ranks),
+            owned=owned,
             quantum=quantum,
             min_units=-(-least // quantum) * quantum,  # so that all counts are multiples
             on_change=segment.on_change,
@@ -226,10 +226,17 @@ class _Search:
             dropouts=tuple(segment.dropouts),
             has_other_dropout=segment.has_other_dropout,
         )
+        if not held.is_held_whole and (cut := next(filter(_stays_cut, held.modules), None)) is not None:
+            name = self._name_of(cut)
+            raise StaysEven(
+                f"{name} is divided {' : '.join(map(str, cut.home))}, not by whole units of unit_size={unit_size}, "
+                "one more on the first ranks: split it with that unit_size="
+            )
+        return held
 
     def _rows(self, name: str, segment: Segment, num_units: int) -> tuple[int, ...]:
         """Of a unit in each part of a column-parallel layer, as the segment, or who has split the layer, says."""
-        known, size = self._layers[name].parts, self._layers[name].even_shape[0] * self._num_ranks
+        known, size = self._layers[name].parts, self._layers[name].whole_size
         given = known or 1 if segment.parts is None else segment.parts
         try:
             parts = checked_parts(given, size, num_units, name, "units")
@@ -313,6 +320,12 @@ def _still_sound(
         return None if why_even is None else why_even()
 
     return ask
+
+
+def _stays_cut(layer: Any) -> bool:
+    """Whether what ranks hold of a layer stays as it is: of torch's DTensors they may hold other parts."""
+    is_plain = layer.has_dtensors and not layer.refused_at_home and len(layer.parts) == 1
+    return not is_plain or layer.is_sharded_further(layer.weight) or layer.weight.is_meta
 
 
 def reads_its_slice(layer: Any) -> bool:

@@ -16,7 +16,7 @@ from zeroresize.integrations.module_state import restored
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segment import Segment
-from zeroresize.utils.torch_private import buffers_of, parameters_of
+from zeroresize.utils.torch_private import buffers_of, is_dtensor, parameters_of
 
 #: Attributes by which modules keep how many features one head has.
 _SIZES = ("head_dim", "head_size", "attention_head_size", "dim_head", "d_head")
@@ -27,19 +27,33 @@ _NO_COUNTS = re.compile(r"(dim|size|groups|layers?)$")
 _QKV = re.compile(r"(to_|w)?(q|k|v|qkv)(_proj)?|query|key|value")
 
 
+def require_all_features(model: nn.Module) -> None:
+    """Check that no layer of DTensors has lost what the ranks do not divide, as when transformers 4.51 loads it."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and is_dtensor(module.weight) and host_of(module) is not None:
+            held, wanted = tuple(module.weight.shape), (module.out_features, module.in_features)
+            if held != wanted:
+                raise ValueError(
+                    f"{name} is a layer of shape {wanted}, of which all ranks together hold {held}: what split it has "
+                    "lost the rest. Split over a number of ranks that divides it, or split the whole model by "
+                    "zeroresize.ColwiseParallel and RowwiseParallel with unit_size="
+                )
+
+
 def require_heads_on_ranks(model: nn.Module) -> None:
-    """Check that the ranks divide the heads of attention modules: else a forward fails in words about views."""
+    """Check that ranks hold whole heads of attention modules: else a forward fails in words about views."""
     for path, module in model.named_modules():
         sizes = (getattr(module, name, None) for name in ("head_dim", "attention_head_size"))
         size = next((value for value in sizes if isinstance(value, int)), 0)
         for name, layer in module.named_children() if size else ():
             ranks = _ranks_of_rows(layer) if _QKV.fullmatch(name) else 1
             heads, left = divmod(layer.out_features, size) if ranks > 1 else (0, 0)
-            if not left and heads % ranks:
+            home = layer.home if isinstance(layer, BalancedLinear) else (1,) * ranks
+            if not left and any(heads * here % sum(home) for here in home):
                 raise ValueError(
                     f"{path}.{name} has {heads} heads of {size} rows and is split over {ranks} ranks, which cuts "
-                    "through heads: num_attention_heads and num_key_value_heads must be divisible by the number "
-                    "of ranks. Split over fewer ranks, or leave this attention's layers out of the plan".lstrip(".")
+                    "through heads: each rank needs whole ones, and one KV head at least. Split it with unit_size=, "
+                    "over fewer ranks, or leave this attention's layers out of the plan".lstrip(".")
                 )
 
 

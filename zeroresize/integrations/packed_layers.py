@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from zeroresize.comm.collectives import group_rank
 from zeroresize.integrations.changed_modules import own_hooks_off
 from zeroresize.integrations.known_modules import is_elementwise_function, is_elementwise_module, name_of_function
 from zeroresize.integrations.module_state import nothing_kept
@@ -55,7 +56,8 @@ def require_right_parts(
         if not layer.is_column_parallel or layer.why_even is not None or (parts is None and name in with_given_parts):
             continue
         cuts, inner = _cuts_of(name, layer, modules)
-        bounds = {end // num_ranks for end in itertools.accumulate(parts or ())}
+        of_whole, here = sum(layer.home), layer.home[group_rank(layer.process_group)]
+        bounds = {end * here // of_whole for end in itertools.accumulate(parts or ())}
         wrong = next((operation for operation, ends in cuts.items() if not ends <= bounds), None)
         if wrong is not None and parts is None:
             logger.warning(
@@ -121,7 +123,7 @@ class _Reading(ForwardTracer):
         self.was_called = self.is_returned = self.is_complete = self._have_met = self._passes_whole = False
         self.fits = True
         self.inner: str | None = None
-        self._layer, self._batch, self._size = layer, batch, layer.even_shape[0]
+        self._layer, self._batch, self._size = layer, batch, layer.home_shape[0]
         self.shape = torch.Size((*batch, layer.even_shape[1]))
         #: Tensors with all features, by id.
         self._wholes: dict[int, Tensor] = {}

@@ -71,11 +71,11 @@ def traced_segment(module: nn.Module, name: str, row: Any) -> TracedSegment:
 
 
 def _read(module: nn.Module, described: str, row: Any, holding: nn.Module | None) -> TracedSegment:
-    size = row.even_shape[1]
+    size = row.whole_size
     columns = {
-        layer: (1,) * (layer.even_shape[0] // size)
+        layer: (1,) * (layer.whole_size // size)
         for layer in module.modules()
-        if isinstance(layer, BalancedLinear) and layer.is_column_parallel and layer.even_shape[0] % size == 0
+        if isinstance(layer, BalancedLinear) and layer.is_column_parallel and layer.whole_size % size == 0
     }
     readings: list[TracedSegment] = []
 

@@ -175,9 +175,9 @@ def _require_unmixed(module: Any, segment: Segment) -> None:
     """Check by numbers that the module treats units alike, whatever it calls."""
     row: Any = segment.row
     parts = segment.parts if isinstance(segment.parts, int) else 1
-    units = row.even_shape[1] // segment.unit_size
+    units = row.whole_size // segment.unit_size
     columns: list[Any] = list(segment.column)
-    rows = {layer: (layer.even_shape[0] // units // parts,) * parts for layer in columns}
+    rows = {layer: (layer.whole_size // units // parts,) * parts for layer in columns}
     try:
         with _without_flash_attention(module):
             call = partial(_call, module)

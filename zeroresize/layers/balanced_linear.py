@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import statistics
 from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn, SupportsIndex
 from weakref import WeakSet
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from zeroresize.comm.collectives import group_rank, group_size
 from zeroresize.kernels.probe import Probes
 from zeroresize.layers.compiled_products import CompiledForwards, compiled_column_products, compiled_row_products
 from zeroresize.layers.functional import (
@@ -84,7 +86,9 @@ class BalancedLinear:
         is_converted: whether the layer may be balanced: ``zeroresize.convert`` or ``parallelize_module`` took it.
         stays_even: why the layer is in no segment, so that its units stay evenly divided. None for a layer of a
             segment, and before ``convert``, or a balancer, has looked for segments.
-        even_shape: [N, K] of :attr:`local_weight` as the host made it, whatever this rank owns now.
+        even_shape: [N, K] of :attr:`local_weight` as the host made it, whatever this rank owns now; where ranks do not
+            divide the units, as on the ranks with one more. Alike on all ranks.
+        division: how many units each rank has from the host, the most first, where these are not equally many; else ().
         segment: in which it lies, if its units may change hands; ``zeroresize.convert`` or a balancer finds it. A copy
             of such a layer has none.
         is_column_parallel: whether x is replicated and dx summed over the group, instead of x split and y summed.
@@ -107,6 +111,7 @@ class BalancedLinear:
     family: WeakSet[BalancedLinear] | None = None
     is_copy_of_uneven: bool = False
     parts: tuple[int, ...] | None = None
+    division: tuple[int, ...] = ()
     refused_at_home: tuple[str, ...] = ()
     plan: LayerPlan | None
     loans: SharedProducts | None
@@ -141,7 +146,42 @@ class BalancedLinear:
         self.name_in_model = ""
 
     def _even_shape(self) -> torch.Size:
-        return self.local_weight.shape
+        if not self.division:
+            return self.local_weight.shape
+        sizes = list(self.local_weight.shape)
+        sizes[self.divided_dim] = sum(self.parts or ()) * self.home[0] // sum(self.home)
+        return torch.Size(sizes)
+
+    @property
+    def divided_dim(self) -> int:
+        """The dimension of :attr:`local_weight` that the ranks have divided."""
+        return 0 if self.is_column_parallel else 1
+
+    @property
+    def home(self) -> tuple[int, ...]:
+        """How many units each rank has from the host, the most first; 1 each where their shares are even."""
+        return self.division or (1,) * group_size(self.process_group)
+
+    @property
+    def whole_size(self) -> int:
+        """The undivided layer's features that the ranks have divided."""
+        return self.even_shape[self.divided_dim] * sum(self.home) // self.home[0]
+
+    @property
+    def even_part(self) -> float:
+        """What an even share is of the work of :attr:`even_shape`: 1 where the ranks divide the units."""
+        return statistics.fmean(self.home) / self.home[0]
+
+    @property
+    def home_shape(self) -> torch.Size:
+        """[N, K] of :attr:`local_weight` as the host made it on this rank."""
+        return self.home_shape_on(group_rank(self.process_group))
+
+    def home_shape_on(self, rank: int) -> torch.Size:
+        """Return :attr:`home_shape` of a rank of the group."""
+        sizes = list(self.even_shape)
+        sizes[self.divided_dim] = sizes[self.divided_dim] * self.home[rank] // self.home[0]
+        return torch.Size(sizes)
 
     def _prepare_for_a_balancer(self) -> None:
         self.plan = self.loans = self.last = self.segment = None
@@ -177,7 +217,7 @@ class BalancedLinear:
         vars(other).update(state)
         other._prepare_for_a_balancer()
         if self.segment is not None:
-            other.is_copy_of_uneven = not self.segment.owned.is_even
+            other.is_copy_of_uneven = not self.segment.owned.is_home
             other.stays_even = "it is a copy of a layer whose segment was known"
         return other
 

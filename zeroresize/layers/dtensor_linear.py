@@ -59,12 +59,17 @@ class _DTensorLinear(BalancedLinear, nn.Linear):
 
     def _even_shape(self) -> torch.Size:
         """Of this rank's part in its group, also where ``fully_shard`` has divided that further."""
-        sizes, ranks = list(self.weight.shape), group_size(self.process_group)
-        sizes[0 if self.is_column_parallel else 1] //= ranks
+        sizes = list(self.weight.shape)
+        sizes[self.divided_dim] = sizes[self.divided_dim] * self.home[0] // sum(self.home)
         return torch.Size(sizes)
 
     def weight_in_graph(self) -> Tensor:
         return local_in_graph(self.weight)
+
+    def divide_by(self, home: Sequence[int]) -> None:
+        """Note that each rank holds so many whole units from now on, which no placements tell."""
+        self.division, self.refused_at_home = tuple(home), METHODS
+        self.even_shape = self._even_shape()
 
     def reset_parameters(self) -> None:
         """Draw the whole layer as ``torch.nn.Linear`` does and keep this rank's even part, also on the meta device.
@@ -76,7 +81,7 @@ class _DTensorLinear(BalancedLinear, nn.Linear):
         if is_whole or self.is_sharded_further(self.weight):
             super().reset_parameters()
             return
-        if self.local_weight.shape != self.even_shape:
+        if self.local_weight.shape != self.home_shape:
             raise RuntimeError(
                 f"reset_parameters() of layer {self.name_in_model}: its units are divided unevenly; have them at home, "
                 "`with balancer.at_home(): ...` on every rank of the group"
@@ -88,13 +93,12 @@ class _DTensorLinear(BalancedLinear, nn.Linear):
             device=self.weight.device,
             dtype=self.weight.dtype,
         )
-        ranks, rank = group_size(self.process_group), group_rank(self.process_group)
-        dim = 0 if self.is_column_parallel else 1
+        rank, dim = group_rank(self.process_group), self.divided_dim
         parts = self.parts or (whole.weight.shape[dim],)
         with torch.no_grad():
-            local_of(self.weight).copy_(part_of_rank(whole.weight, dim, parts, ranks, rank))
+            local_of(self.weight).copy_(part_of_rank(whole.weight, dim, parts, self.home, rank))
             if self.is_column_parallel and self.bias is not None:
-                local_of(self.bias).copy_(part_of_rank(whole.bias, 0, parts, ranks, rank))
+                local_of(self.bias).copy_(part_of_rank(whole.bias, 0, parts, self.home, rank))
             elif self.bias is not None:
                 message = whole.bias.detach().to(message_device(self.process_group, whole.bias.device))
                 broadcast(message, 0, self.process_group)
@@ -207,10 +211,27 @@ class DTensorRowParallelLinear(_DTensorLinear):
 
 
 def split_over(
-    linear: nn.Linear, layouts: LinearLayouts, parts: Sequence[int], *, is_column: bool, source: int | None
+    linear: nn.Linear,
+    layouts: LinearLayouts,
+    parts: Sequence[int],
+    home: Sequence[int],
+    *,
+    is_column: bool,
+    source: int | None,
 ) -> tuple[str, ...]:
-    """Make the parameters of a whole ``linear`` DTensors, split over a mesh; collective, unless ``source`` is None."""
-    dim, ranks = (0 if is_column else 1), group_size(require_group(layouts.mesh))
+    """Make the parameters of a whole ``linear`` DTensors, split over a mesh; collective, unless ``source`` is None.
+
+    Args:
+        home: how many units each rank is to have; empty for even shares.
+
+    Returns:
+        Methods of these that look at placements, which do not say how units, or parts of different sizes, are divided.
+    """
+    dim, group = (0 if is_column else 1), require_group(layouts.mesh)
+    ranks = group_size(group)
+    if home:
+        _split_units(linear, layouts, parts, home, is_column=is_column, source=source)
+        return METHODS
     strided = strided_shard(dim, len(parts)) if len(set(parts)) == 1 and len(parts) > 1 else None
     placements = {"weight": strided or Shard(dim), "bias": (strided or Shard(0)) if is_column else Replicate()}
     refused = () if len(parts) == 1 else METHODS if strided is None else OF_CHECKPOINTS
@@ -219,19 +240,61 @@ def split_over(
         if parameter is not None:
             whole = parameter.detach()
             if refused == METHODS and not placement.is_replicate():  # in the order in which ranks hold it
-                whole = torch.cat([part_of_rank(whole, dim, parts, ranks, rank) for rank in range(ranks)], dim)
+                whole = torch.cat([part_of_rank(whole, dim, parts, (1,) * ranks, rank) for rank in range(ranks)], dim)
             divided = distribute_tensor(whole, layouts.mesh, [placement], src_data_rank=source)
             setattr(linear, name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
             guard_dtensors([getattr(linear, name)], are_away=False, refused=refused)
     return refused
 
 
-def become_dtensor_linear(linear: nn.Linear, layouts: LinearLayouts, *, is_column: bool) -> BalancedLinear:
-    """Turn an ``nn.Linear`` with DTensors as parameters into a balanced layer, in place, and return it."""
+def _split_units(
+    linear: nn.Linear,
+    layouts: LinearLayouts,
+    parts: Sequence[int],
+    home: Sequence[int],
+    *,
+    is_column: bool,
+    source: int | None,
+) -> None:
+    """Make the parameters DTensors of which each rank holds whole units."""
+    group = require_group(layouts.mesh)
+    for name, parameter in dict(linear.named_parameters(recurse=False)).items():
+        whole, placement = parameter.detach(), Shard(0 if is_column else 1)
+        if source is not None and not whole.is_meta:
+            message = whole.to(message_device(group, whole.device), copy=True)
+            broadcast(message, source, group)
+            whole = message.to(whole.device)
+        is_divided = name == "weight" or is_column
+        local = part_of_rank(whole, placement.dim, parts, home, group_rank(group)) if is_divided else whole
+        divided = DTensor.from_local(
+            local,
+            layouts.mesh,
+            [placement if is_divided else Replicate()],
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.stride(),
+        )
+        setattr(linear, name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
+        guard_dtensors([getattr(linear, name)], are_away=False, refused=METHODS if is_divided else ())
+
+
+def become_dtensor_linear(
+    linear: nn.Linear, layouts: LinearLayouts, *, is_column: bool, division: Sequence[int] = ()
+) -> BalancedLinear:
+    """Turn an ``nn.Linear`` with DTensors as parameters into a balanced layer, in place, and return it.
+
+    Args:
+        division: as of :class:`BalancedLinear`; of a layer of even shares as torch cuts what ranks do not divide.
+    """
     layer: Any = linear
     layer.__class__ = DTensorColumnParallelLinear if is_column else DTensorRowParallelLinear
     layer.layouts, layer.process_group = layouts, require_group(layouts.mesh)
-    layer.parts = (layer.out_features if is_column else layer.in_features,)
+    size = layer.out_features if is_column else layer.in_features
+    ranks = group_size(layer.process_group)
+    if not division and size % ranks:
+        most = -(-size // ranks)
+        division = [max(min(most, size - rank * most), 0) for rank in range(ranks)]
+    layer.parts, layer.division = (size,), tuple(division)
     layer.prepare_balancing()
     balanced: BalancedLinear = layer
     return balanced

@@ -28,7 +28,8 @@ from zeroresize.comm.collectives import (
 )
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.local_parts import on_tokens
-from zeroresize.layers.splitting import Parts, checked_parts, keep_ties, part_of_rank
+from zeroresize.layers.splitting import Parts, checked_parts, keep_ties, part_of_rank, units_of_layer
+from zeroresize.plan.ownership import home_counts
 from zeroresize.utils.checked import checked, integer
 
 _LayerT = TypeVar("_LayerT", bound="_ParallelLinear")
@@ -47,6 +48,7 @@ class _ParallelLinear(BalancedLinear, nn.Module):
         bias: bool,
         own_features: int | None,
         parts: Parts | None,
+        unit_size: int | None,
         device: torch.device | str | int | None,
         dtype: torch.dtype | None,
         why_whole: str | None,
@@ -55,18 +57,23 @@ class _ParallelLinear(BalancedLinear, nn.Module):
         self.process_group = require_group(process_group)
         num_ranks, name = group_size(self.process_group), self._divided
         size, kind = getattr(self, name), type(self).__name__
+        num_units, given = num_ranks, 1 if parts is None else parts
         if own_features is None:
-            require_divisible(self, name, self.process_group, kind)
-        if parts is not None:
-            self.parts = checked_parts(parts, size, num_ranks, kind)
-            if why_whole and len(self.parts) > 1:
-                raise ValueError(f"{kind}: parts={parts!r} is not allowed with {why_whole}")
-        here = size // num_ranks if own_features is None else own_features
+            num_units = num_units_to_divide(self, name, given, unit_size, self.process_group, kind)
+        self.division = home_counts(num_units, num_ranks) if num_units % num_ranks else ()
+        if self.division or parts is not None:
+            self.parts = checked_parts(given, size, num_units, kind, "units" if unit_size else "ranks")
+        if why_whole and (self.division or len(self.parts or ()) > 1):
+            raise ValueError(f"{kind}: parts={parts!r}, unit_size={unit_size} is not allowed with {why_whole}")
+        rank = group_rank(self.process_group)
+        here = size * self.home[rank] // sum(self.home) if own_features is None else own_features
         is_meta = device is not None and torch.device(device).type == "meta"
-        if own_features is not None and (not is_meta or why_whole or not 0 <= own_features <= size):
+        is_right = is_meta and not why_whole and unit_size is None and 0 <= (own_features or 0) <= size
+        if own_features is not None and not is_right:
             raise ValueError(
                 f"own_features={own_features} of {name}={size} is not allowed: it must be from 0 to {size}, on "
-                "device='meta', and not of a layer that gathers its output or splits its input evenly itself"
+                "device='meta', without unit_size=, and not of a layer that gathers its output or splits its input "
+                "evenly itself"
             )
         shape = (here, self.in_features) if self.is_column_parallel else (self.out_features, here)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -109,13 +116,13 @@ class _ParallelLinear(BalancedLinear, nn.Module):
             **options,
         )
         layer._take_slice_of(linear)
-        division = layer.is_column_parallel, tuple(layer.parts or ()), *group_ranks(layer.process_group)
+        division = layer.is_column_parallel, layer.division, layer.parts or (), *group_ranks(layer.process_group)
         keep_ties(linear, dict(linear.named_parameters(recurse=False)), layer, division)
         return layer.train(linear.training)
 
     def _take_slice_of(self, linear: nn.Linear) -> None:
-        parts, dim = self.parts or (getattr(self, self._divided),), 0 if self.is_column_parallel else 1
-        where = group_size(self.process_group), group_rank(self.process_group)
+        parts, dim = self.parts or (getattr(self, self._divided),), self.divided_dim
+        where = self.home, group_rank(self.process_group)
         for name, whole in linear.named_parameters(recurse=False):
             is_divided = name == "weight" or self.is_column_parallel
             value = part_of_rank(whole, dim, parts, *where) if is_divided else whole.detach().clone()
@@ -134,13 +141,14 @@ class _ParallelLinear(BalancedLinear, nn.Module):
         )
 
 
-@checked(in_features=integer(1), out_features=integer(1), own_features=integer(0))
+@checked(in_features=integer(1), out_features=integer(1), own_features=integer(0), unit_size=integer(1))
 class ColumnParallelLinear(_ParallelLinear):
     """Computes y = x Aᵀ + b with A split by rows (output features) over the group.
 
     Args:
         in_features: size of the replicated input's last dimension.
-        out_features: size of the whole output's last dimension; must divide by the number of ranks.
+        out_features: size of the whole output's last dimension; must divide by the number of ranks, or
+            by ``unit_size``.
         process_group: the tensor-parallel group, or a one-dimensional ``DeviceMesh`` of it; None is an error.
         bias: whether to learn b, split like the output.
         gather_output: return the whole output on every rank instead of this rank's slice. Such a layer is left alone
@@ -150,6 +158,9 @@ class ColumnParallelLinear(_ParallelLinear):
         parts: of a packed layer, such as q, k and v in one: how many equal parts its output features are, or how many
             features each has in the undivided layer. Each is split by itself, and a rank returns its share of every
             part, one after the other. None for one part, or for weights that the caller has split in another way.
+        unit_size: how many features are one unit, such as a head: ranks hold whole units, the first ones one more where
+            their number does not divide them. Of parts of different sizes it is the unit of the smallest one. None for
+            equally many features on every rank.
         device, dtype: of the parameters.
 
     Shapes: x [..., in] → y [..., out / R], or [..., out] with ``gather_output``.
@@ -170,13 +181,14 @@ class ColumnParallelLinear(_ParallelLinear):
         gather_output: bool = False,
         own_features: int | None = None,
         parts: Parts | None = None,
+        unit_size: int | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.gather_output = in_features, out_features, gather_output
         why_whole = "gather_output=True" if gather_output else None
-        self._make(process_group, bias, own_features, parts, device, dtype, why_whole)
+        self._make(process_group, bias, own_features, parts, unit_size, device, dtype, why_whole)
 
     @classmethod
     def from_linear(
@@ -186,6 +198,7 @@ class ColumnParallelLinear(_ParallelLinear):
         process_group: ProcessGroup | DeviceMesh,
         gather_output: bool = False,
         parts: Parts = 1,
+        unit_size: int | None = None,
     ) -> ColumnParallelLinear:
         """Make the layer of this rank's slice of a full ``linear`` that every rank holds alike.
 
@@ -195,7 +208,7 @@ class ColumnParallelLinear(_ParallelLinear):
             ValueError: for features or parts that do not divide by the number of ranks, a missing group, or what is no
                 ``nn.Linear`` or split already.
         """
-        return cls._from_linear(linear, process_group, gather_output=gather_output, parts=parts)
+        return cls._from_linear(linear, process_group, gather_output=gather_output, parts=parts, unit_size=unit_size)
 
     def _forward(self, x: Tensor) -> Tensor:
         y = self.column_products(x, self.bias)
@@ -205,12 +218,13 @@ class ColumnParallelLinear(_ParallelLinear):
         return f"{super().extra_repr()}, gather_output={self.gather_output}"
 
 
-@checked(in_features=integer(1), out_features=integer(1), own_features=integer(0))
+@checked(in_features=integer(1), out_features=integer(1), own_features=integer(0), unit_size=integer(1))
 class RowParallelLinear(_ParallelLinear):
     """Computes y = x Aᵀ + b, A split by columns (input features) over the group; b is replicated and added once.
 
     Args:
-        in_features: size of the whole input's last dimension; must divide by the number of ranks.
+        in_features: size of the whole input's last dimension; must divide by the number of ranks, or
+            by ``unit_size``.
         out_features: size of the output's last dimension.
         process_group: the tensor-parallel group, or a one-dimensional ``DeviceMesh`` of it; None is an error.
         bias: whether to learn b.
@@ -219,6 +233,7 @@ class RowParallelLinear(_ParallelLinear):
         own_features: how many of the input features this rank has; as of :class:`ColumnParallelLinear`.
         parts: of a layer that reads the shares of several parts, one after the other: how many equal parts its input
             features are, or the features of each; as of :class:`ColumnParallelLinear`.
+        unit_size: how many of the input features are one unit; as of :class:`ColumnParallelLinear`.
         device, dtype: of the parameters.
 
     Shapes: x [..., in / R] (or [..., in]) → y [..., out], the same on every rank.
@@ -239,13 +254,14 @@ class RowParallelLinear(_ParallelLinear):
         input_is_parallel: bool = True,
         own_features: int | None = None,
         parts: Parts | None = None,
+        unit_size: int | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.input_is_parallel = in_features, out_features, input_is_parallel
         why_whole = None if input_is_parallel else "input_is_parallel=False"
-        self._make(process_group, bias, own_features, parts, device, dtype, why_whole)
+        self._make(process_group, bias, own_features, parts, unit_size, device, dtype, why_whole)
 
     @classmethod
     def from_linear(
@@ -255,9 +271,12 @@ class RowParallelLinear(_ParallelLinear):
         process_group: ProcessGroup | DeviceMesh,
         input_is_parallel: bool = True,
         parts: Parts = 1,
+        unit_size: int | None = None,
     ) -> RowParallelLinear:
         """Make the layer of this rank's slice of a full ``linear``; see :meth:`ColumnParallelLinear.from_linear`."""
-        return cls._from_linear(linear, process_group, input_is_parallel=input_is_parallel, parts=parts)
+        return cls._from_linear(
+            linear, process_group, input_is_parallel=input_is_parallel, parts=parts, unit_size=unit_size
+        )
 
     def _forward(self, x: Tensor) -> Tensor:
         if not self.input_is_parallel:
@@ -269,12 +288,21 @@ class RowParallelLinear(_ParallelLinear):
         return f"{super().extra_repr()}, input_is_parallel={self.input_is_parallel}"
 
 
-def require_divisible(linear: Any, features: str, process_group: ProcessGroup, whose: str) -> None:
-    """Check, before anything is made, that a group's ranks can divide a layer evenly."""
+def num_units_to_divide(
+    linear: Any, features: str, parts: Parts, unit_size: int | None, process_group: ProcessGroup, whose: str
+) -> int:
+    """Return how many units a group's ranks divide, or their number where they must divide a layer evenly.
+
+    It is checked before anything is made.
+    """
     size, num_ranks = getattr(linear, features), group_size(process_group)
+    if unit_size is not None:
+        return units_of_layer(linear, features, parts, unit_size, num_ranks, whose)
     if size % num_ranks:
         raise ValueError(
             f"{whose}: {features}={size} is not divisible by the {num_ranks} ranks of the process group, in a layer "
             f"with in_features={linear.in_features} and out_features={linear.out_features}. The next larger {features} "
-            f"that is divisible is {(size // num_ranks + 1) * num_ranks}"
+            f"that is divisible is {(size // num_ranks + 1) * num_ranks}. With unit_size=, such as the size of a head, "
+            "ranks hold whole units, the first ones one more"
         )
+    return num_ranks

@@ -81,9 +81,9 @@ class _Refusal:
         what = "a checkpoint" if self._name.startswith("__") else f"{self._name}()"
         if not self._are_away:
             raise RuntimeError(
-                f"{what} of a DTensor of a packed layer (parts=): its placements do not say how each part is divided. "
-                "Let torch.distributed.checkpoint save `zeroresize.sharded_state_dict(model, optimizer)`, which holds "
-                "the layout of the undivided model"
+                f"{what} of a DTensor of a packed layer (parts=), or of whole units (unit_size=): its placements do "
+                "not say how it is divided. Let torch.distributed.checkpoint save "
+                "`zeroresize.sharded_state_dict(model, optimizer)`, which holds the layout of the undivided model"
             )
         raise RuntimeError(
             f"{what} of a DTensor whose units are divided unevenly among the ranks: its placements say what ranks hold "

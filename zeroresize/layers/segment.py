@@ -142,6 +142,16 @@ class OwnedSegment:
         """Whether a rank has more units at even shares than it must keep."""
         return len(self.owned.owners) > self.min_units * self.owned.num_ranks
 
+    @property
+    def is_held_whole(self) -> bool:
+        """Whether the host's division leaves every rank whole units of each layer, those of home."""
+        num_units = len(self.owned.owners)
+        counts = OwnershipMap.home(num_units, self.owned.num_ranks).counts
+        return all(
+            [here * num_units for here in layer.home] == [count * sum(layer.home) for count in counts]
+            for layer in self.modules
+        )
+
     def follow(self, rank: int) -> None:
         """Let what lies between the layers follow what ``rank``, this one, owns now."""
         if self.on_change is None:

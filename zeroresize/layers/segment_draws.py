@@ -43,7 +43,7 @@ _are_forced = False
 
 def follow_draws(segment: OwnedSegment, *, is_column_parallel: bool, device: torch.device) -> None:
     """Begin a stream before a segment's column-parallel layer, and end it before its row-parallel one, while away."""
-    if segment.owned.is_even and not _are_forced:
+    if segment.owned.is_home and not _are_forced:
         return
     seed = torch.default_generator.initial_seed()
     stream = _streams.get(seed)

@@ -15,13 +15,13 @@ from zeroresize.plan.ownership import Indices, SegmentWork
 
 def work_of_layers(layers: Mapping[str, BalancedLinear]) -> dict[str, float]:
     """Return the work of every layer's products on a rank at even shares, in relative units: the size of its weight."""
-    return {name: float(math.prod(layer.even_shape)) for name, layer in layers.items()}
+    return {name: math.prod(layer.even_shape) * layer.even_part for name, layer in layers.items()}
 
 
 def present_work_of_layers(layers: Mapping[str, BalancedLinear]) -> dict[str, float]:
     """Return the same of what this rank owns now, also where ``fully_shard`` leaves it only a part of that."""
     shapes = (
-        layer.even_shape if layer.segment is None else shard_shape(layer, group_rank(layer.process_group))
+        layer.home_shape if layer.segment is None else shard_shape(layer, group_rank(layer.process_group))
         for layer in layers.values()
     )
     return {name: float(math.prod(shape)) for name, shape in zip(layers, shapes, strict=True)}
@@ -30,31 +30,23 @@ def present_work_of_layers(layers: Mapping[str, BalancedLinear]) -> dict[str, fl
 def shape_with(layer: BalancedLinear, num_units: int) -> tuple[int, int]:
     """Return [N, K] of a layer of a segment on a rank that owns so many of its units."""
     num_outputs, num_columns = layer.even_shape
-    num_even = _num_even(layer)
     if layer.is_column_parallel:
-        return num_outputs * num_units // num_even, num_columns
-    return num_outputs, num_columns * num_units // num_even
+        return num_units * _features_of_unit(layer), num_columns
+    return num_outputs, num_units * _features_of_unit(layer)
 
 
 def shard_shape(layer: BalancedLinear, rank: int) -> tuple[int, int]:
     """Return [N, K] of the weight of ``layer`` on ``rank`` of its group, without asking that rank."""
     if layer.segment is None:
-        num_outputs, num_columns = layer.even_shape
+        num_outputs, num_columns = layer.home_shape_on(rank)
         return num_outputs, num_columns
     return shape_with(layer, layer.segment.owned.counts[rank])
 
 
 def homes_of_columns(layer: BalancedLinear, units: Sequence[int] | Indices) -> Indices:
-    """[K]: of each column of a row-parallel layer, whose rank owns these units (ascending), where it is at even shares.
-
-    That is the rank that holds it then × the columns of the layer there + its place there.
-    """
-    assert layer.segment is not None
-    num_at_home, num_even = layer.even_shape[1], _num_even(layer)
-    rows = num_at_home // num_even
-    ranks, places = np.divmod(np.asarray(units, dtype=np.int64), num_even)
-    begins_U = ranks * num_at_home + places * rows
-    return (begins_U[:, None] + np.arange(rows)).reshape(-1)
+    """[K]: of each column of a row-parallel layer, whose rank owns these units (ascending), its number in all."""
+    rows = _features_of_unit(layer)
+    return (np.asarray(units, dtype=np.int64)[:, None] * rows + np.arange(rows)).reshape(-1)
 
 
 def homes_of_layers(
@@ -68,10 +60,10 @@ def homes_of_layers(
     }
 
 
-def _num_even(layer: BalancedLinear) -> int:
-    """How many units of the layer's segment every rank has at even shares."""
+def _features_of_unit(layer: BalancedLinear) -> int:
+    """How many of the features that are divided belong to one unit of the layer's segment, in all parts."""
     assert layer.segment is not None
-    return len(layer.segment.owned.owners) // layer.segment.owned.num_ranks
+    return layer.whole_size // len(layer.segment.owned.owners)
 
 
 def segments_of_layers(layers: Mapping[str, BalancedLinear]) -> list[list[str]]:
@@ -97,15 +89,24 @@ def all_segments(layers: Mapping[str, BalancedLinear]) -> list[OwnedSegment]:
 
 
 def segment_works(layers: Mapping[str, BalancedLinear]) -> tuple[SegmentWork, ...]:
-    """Return what decisions must know of :func:`owned_segments`, in the same order."""
-    work = work_of_layers(layers)
+    """Return what decisions must know of :func:`owned_segments`, in the same order.
+
+    Behind them come layers that are in none of them, and that hosts have not divided evenly.
+    """
+    work, segments = work_of_layers(layers), owned_segments(layers)
     total = sum(work.values())
-    return tuple(
+    staying: dict[int, float] = {}
+    for name, layer in layers.items():
+        if layer.division and layer.segment not in segments:
+            number = sum(layer.division)
+            staying[number] = staying.get(number, 0.0) + work[name] / total
+    of_segments = tuple(
         SegmentWork(
             num_units=len(segment.owned.owners),
             quantum=segment.quantum,
             work=sum(work[name] for name, layer in layers.items() if layer.segment is segment) / total,
             min_units=segment.min_units,
         )
-        for segment in owned_segments(layers)
+        for segment in segments
     )
+    return of_segments + tuple(SegmentWork(number, 1, part, stays=True) for number, part in staying.items())

@@ -34,7 +34,7 @@ _REMEDY = (
 
 
 def checked_parts(parts: Parts, size: int, num_shares: int, whose: str, shares: str = "ranks") -> tuple[int, ...]:
-    """Return the features of each part of an undivided layer that has ``size`` of them."""
+    """Return the features of each part of an undivided layer that has ``size`` of them; see :func:`part_of_rank`."""
     sizes: tuple[int, ...] = ()
     if type(parts) is int:
         sizes = (size // parts,) * parts if parts > 0 else ()
@@ -52,10 +52,31 @@ def checked_parts(parts: Parts, size: int, num_shares: int, whose: str, shares: 
     return sizes
 
 
-def part_of_rank(tensor: Tensor, dim: int, parts: Sequence[int], num_ranks: int, rank: int) -> Tensor:
-    """Return what ``rank`` holds of the undivided ``tensor``, a copy: its share of each part along ``dim``."""
-    shares = [part.chunk(num_ranks, dim)[rank] for part in tensor.detach().split(list(parts), dim)]
-    return torch.cat(shares, dim)
+def units_of_layer(linear: Any, features: str, parts: Parts, unit_size: int, num_ranks: int, whose: str) -> int:
+    """Return how many units of so many features a layer, or the smallest of its parts, has; at least one a rank."""
+    size = getattr(linear, features)
+    least = size // max(parts, 1) if isinstance(parts, int) else min(parts, default=size)
+    num_units, left = divmod(least, unit_size)
+    if left or num_units < num_ranks:
+        raise ValueError(
+            f"{whose}: unit_size={unit_size} makes {least / unit_size:g} units of {least} features: allowed are sizes "
+            f"that divide them, and leave each of the {num_ranks} ranks one unit at least"
+        )
+    return num_units
+
+
+def part_of_rank(tensor: Tensor, dim: int, parts: Sequence[int], home: Sequence[int], rank: int) -> Tensor:
+    """Return what ``rank`` holds of the undivided ``tensor``, a copy: its share of each part along ``dim``.
+
+    Args:
+        home: how many units of every part each rank has.
+    """
+    begin, end, whole = sum(home[:rank]), sum(home[: rank + 1]), sum(home)
+    pieces = [
+        part.narrow(dim, size * begin // whole, size * (end - begin) // whole)
+        for part, size in zip(tensor.detach().split(list(parts), dim), parts, strict=True)
+    ]
+    return torch.cat(pieces, dim)
 
 
 def why_no_plain_linear(module: Any, *, but_for_forward: bool = False) -> str | None:

@@ -14,9 +14,10 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from zeroresize.comm.collectives import group_ranks, group_size, require_group
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.dtensor_linear import LinearLayouts, become_dtensor_linear, split_over
-from zeroresize.layers.linear import require_divisible
+from zeroresize.layers.linear import num_units_to_divide
 from zeroresize.layers.splitting import Parts, checked_parts, keep_ties, require_split_alike, why_no_plain_linear
-from zeroresize.utils.checked import checked
+from zeroresize.plan.ownership import home_counts
+from zeroresize.utils.checked import checked, integer
 from zeroresize.utils.torch_private import is_dtensor
 
 
@@ -33,9 +34,10 @@ class _LinearStyle(ParallelStyle):
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
         parts: Parts = 1,
+        unit_size: int | None = None,
     ) -> None:
         super().__init__()
-        self._parts = parts
+        self._parts, self._unit_size = parts, unit_size
         self._x: Placement = self._checked("input_layouts", input_layouts)
         self._y: Placement = self._checked("output_layouts", output_layouts)
         self._use_local_output = use_local_output
@@ -51,22 +53,25 @@ class _LinearStyle(ParallelStyle):
             raise ValueError(f"{style} needs a plain torch.nn.Linear, found {why}")
         process_group = require_group(device_mesh)
         features = "out_features" if self._is_column else "in_features"
-        require_divisible(module, features, process_group, style)
-        parts = checked_parts(self._parts, getattr(module, features), group_size(process_group), style)
+        of_units, size = self._unit_size, getattr(module, features)
+        num_shares = num_units_to_divide(module, features, self._parts, of_units, process_group, style)
+        parts = checked_parts(self._parts, size, num_shares, style, "units" if of_units else "ranks")
+        num_ranks = group_size(process_group)
+        home = home_counts(num_shares, num_ranks) if num_shares % num_ranks else ()
         gathers = self._is_column and self._y.is_replicate()
         stays_local = self._use_local_output and not gathers if self._is_column else self._x.is_shard(-1)
-        if len(parts) > 1 and not stays_local:
+        if (len(parts) > 1 or home) and not stays_local:
             raise ValueError(
-                f"{style}: parts={self._parts!r} needs plain tensors that stay divided: DTensors, or gathered ones, "
-                "would have the parts in another order"
+                f"{style}: parts={self._parts!r}, unit_size={of_units} needs plain tensors that stay divided: "
+                "DTensors, or gathered ones, would have the parts in another order, or other numbers of features a rank"
             )
         layouts = LinearLayouts(device_mesh, self._x, self._y, self._use_local_output)
         source = getattr(self, "src_data_rank", 0)
         wholes = dict(module.named_parameters(recurse=False))
-        division = self._is_column, tuple(parts), *group_ranks(process_group)
+        division = self._is_column, home, tuple(parts), *group_ranks(process_group)
         require_split_alike(module, wholes, division)
-        refused = split_over(module, layouts, parts, is_column=self._is_column, source=source)
-        layer = become_dtensor_linear(module, layouts, is_column=self._is_column)
+        refused = split_over(module, layouts, parts, home, is_column=self._is_column, source=source)
+        layer = become_dtensor_linear(module, layouts, is_column=self._is_column, division=home)
         layer.parts, layer.refused_at_home = parts, refused
         keep_ties(module, wholes, module, division)
         layer.is_converted = not gathers and group_size(process_group) > 1
@@ -93,7 +98,7 @@ def _kind_of(layout: Placement) -> str:
     return "Shard" if layout.is_shard() else ""
 
 
-@checked()
+@checked(unit_size=integer(1))
 class ColwiseParallel(_LinearStyle):
     """Splits an ``nn.Linear`` by its output features, in place, and makes it a layer that can be balanced::
 
@@ -115,18 +120,22 @@ class ColwiseParallel(_LinearStyle):
             features each has, ``(q_rows, k_rows, v_rows)``. Each is split by itself, and y is this rank's share of
             every part, one after the other. ``full_tensor()`` of equal parts has the layout of the undivided layer; of
             others it is an error. So is ``dcp.save`` of either but by ``zeroresize.sharded_state_dict``.
+        unit_size: how many output features are one unit, such as a head: ranks hold whole units, the first ones one
+            more where their number does not divide them: 3 heads on 2 ranks are 2 and 1. ``full_tensor()`` and
+            ``dcp.save`` are errors then, as of parts. Of parts of different sizes it is the unit of the smallest one.
+            None for equally many features on every rank.
 
     Raises:
         ValueError: from ``parallelize_module`` for a module that is no ``nn.Linear``, has a forward of its own or is
-            split already, features or parts that the ranks do not divide, and a mesh of several dimensions; from here
-            for other layouts.
+            split already, features or parts that the ranks, or units, do not divide, and a mesh of several dimensions;
+            from here for other layouts.
     """
 
     _is_column = True
     _allowed = {"input_layouts": ("Replicate()", "Shard"), "output_layouts": ("Shard(-1)", "Replicate()")}  # noqa: RUF012
 
 
-@checked()
+@checked(unit_size=integer(1))
 class RowwiseParallel(_LinearStyle):
     """Splits an ``nn.Linear`` by its input features, in place; see :class:`ColwiseParallel`.
 
@@ -139,6 +148,7 @@ class RowwiseParallel(_LinearStyle):
         use_local_output: whether y is a plain tensor, and no DTensor.
         parts: of a layer that reads this rank's share of several parts, one after the other; as of
             :class:`ColwiseParallel`, of its input features.
+        unit_size: how many input features are one unit; as of :class:`ColwiseParallel`.
 
     Raises:
         ValueError: as of :class:`ColwiseParallel`.

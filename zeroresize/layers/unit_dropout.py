@@ -184,7 +184,7 @@ class KeyedDropout:
         """
         for keyed, segment, place, parent, attribute in self._keyed:
             replaced = keyed.replaced
-            if replaced is None or not segment.owned.is_even or segment.dropouts[place][0] is not keyed:
+            if replaced is None or not segment.owned.is_home or segment.dropouts[place][0] is not keyed:
                 continue
             segment.dropout_calls[place] = keyed.num_calls
             _set_dropout(segment, place, replaced)

@@ -169,7 +169,9 @@ class RankMonitor:
         """Measure and return what pruning costs on the shapes of the step that has just ended; takes about a second."""
         self.state.estimator = RankEstimator(measure_resizing_cost(self._layers, self._config))
         self.state.calibrated_on = _Conditions.of_step(self._layers, self._config)
-        self._time_reference(self._shares_in_force.owned)
+        owned = self._shares_in_force.owned
+        self._time_reference(owned)
+        self.compare(owned)  # of which no move will tell, where the host has divided units so
         return self.cost
 
     def compare(self, owned: float) -> float:

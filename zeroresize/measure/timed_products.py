@@ -26,6 +26,7 @@ from zeroresize.comm.collectives import group_size, world_size
 from zeroresize.comm.exchange import Meet
 from zeroresize.kernels.probe import ProductProbe
 from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.segments import work_of_layers
 from zeroresize.measure.clocks import clock_for
 from zeroresize.plan.layer import LayerPlan
 from zeroresize.plan.ownership import normalised
@@ -197,7 +198,7 @@ def compare_products(
         cases = [(shape, None) for shape in pair if shape.work > 0]
         in_turn = time_in_turn(examples[pair], cases, budget_s / len(counts), least_s=_LEAST_SAMPLE_S)
         even, *present = (statistics.median(seconds for seconds, _ in of_case) for of_case in in_turn)
-        even_s += count * even
+        even_s += count * even * examples[pair].even_part
         present_s += count * sum(present)
     return present_s / even_s if even_s > 0.0 and present_s > 0.0 else None
 
@@ -207,7 +208,7 @@ def time_reference(layers: Mapping[str, BalancedLinear], num_tokens: Mapping[str
 
     So the speed of a rank is known that owns nothing. ``num_tokens`` are of a step; None where there are none.
     """
-    work = {name: num_tokens.get(name, 0) * layer.even_shape.numel() for name, layer in layers.items()}
+    work = {name: num_tokens.get(name, 0) * of_token for name, of_token in work_of_layers(layers).items()}
     name = min((name for name in work if work[name] > 0), key=lambda name: work[name], default=None)
     if name is None:
         return None
@@ -239,7 +240,7 @@ def measure_wanted_shares(
     """Return ``shares``, or for ``"auto"`` those at which all ranks take equally long, with a mean of 1.
 
     Collective for ``"auto"``, and takes about a second: every rank multiplies at the same time, forward and backward,
-    by the weight of its largest layer.
+    by a weight like that of the largest layer.
 
     Args:
         layers: balanced layers by name.
@@ -256,7 +257,8 @@ def measure_wanted_shares(
             "may measure differently: give the shares as numbers"
         )
     meet(0.0)  # so that all of them multiply at the same time
-    weight = max((layer.local_weight for layer in layers.values()), key=Tensor.numel).detach()
+    layer = max(layers.values(), key=lambda layer: layer.even_shape.numel())
+    weight = layer.local_weight.detach().new_ones(layer.even_shape)  # as large on all ranks, whatever each has
     seconds = [seconds for seconds, *_ in meet(product_seconds(weight))]
     are_alike = max(seconds) - min(seconds) <= _ALIKE * statistics.fmean(seconds)
     measured = (1.0,) * len(seconds) if are_alike else normalised([1.0 / of_rank for of_rank in seconds])

@@ -34,10 +34,15 @@ Indices = NDArray[np.int64]
 class SegmentWork:
     """Describe what a decision must know of a segment."""
 
-    num_units: int  # U, of all ranks together; divides by their number
+    num_units: int  # U, of all ranks together
     quantum: int  # units change hands in multiples of so many
     work: float  # of a rank's product FLOPs at even shares, the share that lies in this segment, 0 to 1
     min_units: int = 0  # what every rank keeps at least
+    stays: bool = False  # whether its units stay where hosts gave them
+
+    def is_even(self, num_ranks: int) -> bool:
+        """Whether equal shares are equal numbers of units."""
+        return self.num_units % num_ranks == 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,11 +53,9 @@ class OwnershipMap:
     num_ranks: int  # R
 
     @classmethod
-    def even(cls, num_units: int, num_ranks: int) -> OwnershipMap:
-        """Return the map that hosts make when they shard: rank r owns the r-th U / R units, which must divide."""
-        if num_units % num_ranks:
-            raise ValueError(f"{num_units} units do not divide by {num_ranks} ranks")
-        return cls(np.repeat(np.arange(num_ranks), num_units // num_ranks), num_ranks)
+    def home(cls, num_units: int, num_ranks: int) -> OwnershipMap:
+        """Return the map that hosts make when they shard: the ranks own neighbours, by :func:`home_counts`."""
+        return cls(np.repeat(np.arange(num_ranks), home_counts(num_units, num_ranks)), num_ranks)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, OwnershipMap):
@@ -65,16 +68,16 @@ class OwnershipMap:
         return tuple(np.bincount(self.owners, minlength=self.num_ranks).tolist())
 
     @cached_property
-    def is_even(self) -> bool:
+    def is_home(self) -> bool:
         """Whether every rank owns what hosts give it."""
-        return self == OwnershipMap.even(len(self.owners), self.num_ranks)
+        return self == OwnershipMap.home(len(self.owners), self.num_ranks)
 
     def units_of(self, rank: int) -> Indices:
         """Return the units that ``rank`` owns, in the order in which they lie there."""
         return np.flatnonzero(self.owners == rank)
 
     def with_counts(self, counts: Sequence[int]) -> OwnershipMap:
-        """Return the map in which rank r owns ``counts[r]`` units; even counts are home.
+        """Return the map in which rank r owns ``counts[r]`` units; those of home are home.
 
         No more units change hands than must.
 
@@ -85,7 +88,7 @@ class OwnershipMap:
             raise ValueError(
                 f"counts={list(counts)} do not share {len(self.owners)} units among {self.num_ranks} ranks"
             )
-        home = OwnershipMap.even(len(self.owners), self.num_ranks)
+        home = OwnershipMap.home(len(self.owners), self.num_ranks)
         if tuple(counts) == home.counts:
             return home
         owners = self.owners.copy()
@@ -106,6 +109,12 @@ class OwnershipMap:
         takers = np.repeat(np.arange(self.num_ranks), wanted)
         owners[left] = takers
         return OwnershipMap(owners, self.num_ranks)
+
+
+def home_counts(num_units: int, num_ranks: int) -> tuple[int, ...]:
+    """Return how many units hosts give each rank: equally many, the first ranks one more where they do not divide."""
+    each, left = divmod(num_units, num_ranks)
+    return (each + 1,) * left + (each,) * (num_ranks - left)
 
 
 def normalised(shares: Sequence[float]) -> tuple[float, ...]:
@@ -135,23 +144,26 @@ def checked_shares(shares: Any, num_ranks: int, *, call: str = "") -> tuple[floa
 def neuron_quantum(num_neurons: int, num_ranks: int) -> int:
     """Return in multiples of how many neurons change hands: of 8, 4 or 2, which multiply faster than odd numbers.
 
-    A multiple divides a rank's even share, and is at most a 128th of it: more would show in a step's length.
+    A multiple divides what a rank has at home, and is at most a 128th of it: more would show in a step's length.
     """
-    neurons_of_rank = num_neurons // num_ranks
+    neurons_of_rank, left = divmod(num_neurons, num_ranks)
+    if left:
+        return 1
     return next((size for size in (8, 4, 2) if neurons_of_rank % size == 0 and neurons_of_rank >= 128 * size), 1)
 
 
 def unit_counts(shares: Sequence[float], segment: SegmentWork) -> tuple[int, ...]:
     """Return how many units each rank owns so that the largest of ``count / share`` is least (D'Hondt's apportionment).
 
-    That is what a step waits for: a rank with share s of the group's speed takes count / s. Equal shares are even.
+    That is what a step waits for: a rank with share s of the group's speed takes count / s. Equal shares are home,
+    and so is a segment that stays.
 
     Args:
         shares: of the ranks, in any unit; not negative, not all zero. Whose share is zero owns ``min_units``.
     """
     num_ranks, quantum = len(shares), segment.quantum
-    if len(set(shares)) == 1 and segment.num_units % num_ranks == 0:
-        return (segment.num_units // num_ranks,) * num_ranks
+    if segment.stays or len(set(shares)) == 1:
+        return home_counts(segment.num_units, num_ranks)
     counts = [segment.min_units] * num_ranks
     left = segment.num_units - sum(counts)
     # Down to what each rank gets in any case, so that the loop is over the remainders only.

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from zeroresize.comm.collectives import group_rank, group_size
+from zeroresize.comm.collectives import group_rank
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.optim.optimizers import torch_optimizer
@@ -92,8 +92,7 @@ def _first_shard_in(state: Mapping[str, Any], model: nn.Module) -> str | None:
         names.update(full_names.values())
         if isinstance(module, BalancedLinear):
             of_units = 0 if module.is_column_parallel else 1
-            even, local = module.even_shape[of_units], module.local_weight.shape[of_units]
-            sizes = even * group_size(module.process_group), (even, local)
+            sizes = module.whole_size, (module.home_shape[of_units], module.local_weight.shape[of_units])
             dims = {"weight": of_units ^ module.weight_is_transposed} | ({} if of_units else {"bias": 0})
             divided.update({full_names[key]: (dim, *sizes) for key, dim in dims.items() if key in full_names})
     for name, tensor in state.items():
@@ -139,9 +138,9 @@ def _uneven(layer: Any) -> str | None:
     """How a layer is divided if its units are away; a copy has no segment, but the shape of when it was made."""
     segment: OwnedSegment | None = layer.segment
     if segment is None:
-        local, even = layer.local_weight.shape, layer.even_shape
-        is_even = local == even and not layer.is_copy_of_uneven
-        return None if is_even else f"is a copy of an unevenly divided layer ({tuple(local)} for {tuple(even)})"
-    if segment.owned.is_even:
+        local, home = layer.local_weight.shape, layer.home_shape
+        is_home = local == home and not layer.is_copy_of_uneven
+        return None if is_home else f"is a copy of an unevenly divided layer ({tuple(local)} for {tuple(home)})"
+    if segment.owned.is_home:
         return None
     return f"is divided unevenly ({', '.join(map(str, segment.owned.counts))} {segment.kind})"

@@ -134,7 +134,7 @@ def test_what_depends_on_who_owns_a_unit_is_an_error_on_every_rank(run_ranks):
         assert "mlp.3" not in str(error.value)
         assert all(one is other for one, other in zip(model.parameters(), weights, strict=True))
         assert parallel_layers.same(dict(model.state_dict()), dict(before)) and all(
-            segment.owned.is_even for segment in segments
+            segment.owned.is_home for segment in segments
         )
         assert model.attention.slopes is slopes and model.attention.num_heads == HEADS // 2
         return str(error.value)

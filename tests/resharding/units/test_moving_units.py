@@ -218,7 +218,7 @@ def test_blocks_of_one_weight_and_frozen_parameters(rank, group):
 
     layer = torch.nn.Module()
     whole = torch.arange(3 * 6 * 2 * 4, dtype=torch.float32).view(3, 6, 2, 4)
-    home = OwnershipMap.even(6, 3)
+    home = OwnershipMap.home(6, 3)
     layer.qkv = torch.nn.Parameter(whole[:, home.units_of(rank)].reshape(-1, 4), requires_grad=False)
     tensors = (UnitTensor(layer, "qkv", "qkv", 0, (2, 2, 2)),) * 2  # named twice: counts once
     segment = OwnedSegment("s", "heads", ("qkv",), tensors, home)

@@ -71,7 +71,7 @@ def test_with_one_element_the_step_stays_a_step(run_ranks):
         optimizer = torch.optim.Adam([owner.bias])
         optimizer.state[owner.bias] = {"step": torch.full((1,), 5.0), "exp_avg": torch.full((1,), 10.0 + rank)}
         tensors = (UnitTensor(owner, "bias", "bias", 0, (1,)),)
-        segment = OwnedSegment("s", "units", ("s",), tensors, OwnershipMap.even(2, 2))
+        segment = OwnedSegment("s", "units", ("s",), tensors, OwnershipMap.home(2, 2))
         move_units([segment], {"s": OwnershipMap(np.array([0, 0]), 2)}, process_group=group, optimizer=optimizer)
         return {"bias": owner.bias.tolist(), **{key: one.tolist() for key, one in optimizer.state[owner.bias].items()}}
 

@@ -176,13 +176,13 @@ class Controller:
         if self._memory is not None and memory.is_like(self._memory):
             return
         self._memory = memory
-        if self.segments:
+        if self.ownership.can_move:
             self.ownership.home = fitting_shares(self.num_ranks, memory.most_shares)
 
     @property
     def verdict(self) -> str:
         """Tell why units moved at the last update, or stayed; empty where decisions move none."""
-        return str(self.ownership.verdict) if self.config.may_move and self.segments else ""
+        return str(self.ownership.verdict) if self.config.may_move and self.ownership.can_move else ""
 
     @property
     def busy_s(self) -> tuple[float, ...]:
@@ -293,7 +293,7 @@ class Controller:
     @property
     def _may_move(self) -> bool:
         """Whether decisions may move units at this update."""
-        return self.config.may_move and bool(self.segments) and not self.ownership.is_held
+        return self.config.may_move and self.ownership.can_move and not self.ownership.is_held
 
     def _divide(self, measured: _Measured) -> bool:
         """Decide what is pruned and lent of what ranks own; see :meth:`_change_to`."""

@@ -37,7 +37,8 @@ class GroupMemory:
     """
 
     def __init__(self, limits: Sequence[float], held: Sequence[HeldBytes], segments: Sequence[SegmentWork]) -> None:
-        self.limits, self._segments, self._num_ranks = tuple(limits), tuple(segments), len(held)
+        self.limits, self._num_ranks = tuple(limits), len(held)
+        self._segments = tuple(segment for segment in segments if not segment.stays)
         self._fixed = tuple(own.fixed for own in held)
         # The units are those of all ranks, and so is what is computed with them.
         self._of_even_share = max(own.of_even_share for own in held)
@@ -84,8 +85,9 @@ class GroupMemory:
             middle = (low + high) / 2
             low, high = (middle, high) if math.fsum(self._room_in(middle)) < self._num_ranks else (low, middle)
         shares = normalised(self._room_in(high))
-        is_even = all(len(set(unit_counts(shares, segment))) == 1 for segment in self._segments)
-        return (1.0,) * self._num_ranks if is_even else shares
+        even = (1.0,) * self._num_ranks
+        is_even = all(unit_counts(shares, segment) == unit_counts(even, segment) for segment in self._segments)
+        return even if is_even else shares
 
     def bytes_by(self, shares: Sequence[float], borrowed: Sequence[float] = ()) -> tuple[float, ...]:
         """Return what every rank holds by these shares, in whole units; bytes.

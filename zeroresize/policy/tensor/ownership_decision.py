@@ -81,7 +81,7 @@ class OwnershipDecision:
         """
         if not len(self.owned) == len(self.owned_before) == self.num_ranks:
             raise ValueError(f"it is of {len(self.owned)} ranks, this process group has {self.num_ranks}")
-        if not self.segments:
+        if not self.can_move:
             self.owned = self.owned_before = self.home
             self.is_held = False
 
@@ -89,6 +89,11 @@ class OwnershipDecision:
     def verdict(self) -> Verdict:
         """Return that of the last update, or that a user decides."""
         return Verdict(Reason.HELD) if self.is_held else self._verdict
+
+    @property
+    def can_move(self) -> bool:
+        """Whether there are units that can change hands."""
+        return not all(segment.stays for segment in self.segments)
 
     @property
     def is_home(self) -> bool:
@@ -107,7 +112,7 @@ class OwnershipDecision:
             ValueError: if they are not one of each rank, finite, not negative and not all 0, or nothing can move.
         """
         owned = checked_shares(shares, self.num_ranks)
-        if len(set(owned)) > 1 and not self.segments:
+        if len(set(owned)) > 1 and not self.can_move:
             raise ValueError(f"shares={list(shares)}: the model has no units that can change their owner")
         return owned
 
@@ -120,7 +125,8 @@ class OwnershipDecision:
 
     def price_s(self, wanted: Division) -> float:
         """Return the seconds of a move from the present division to another, and back; one way home, 0 once paid."""
-        comes_home, work = wanted == self.home, math.fsum(segment.work for segment in self.segments)
+        moving = (segment.work for segment in self.segments if not segment.stays)
+        comes_home, work = wanted == self.home, math.fsum(moving)
         if (comes_home and self.is_way_home_paid) or not work:
             return 0.0
         pairs = zip(self.products, _products_of(wanted, self.segments), strict=True)
@@ -213,4 +219,4 @@ class OwnershipDecision:
 @lru_cache
 def _products_of(owned: Division, segments: tuple[SegmentWork, ...]) -> tuple[float, ...]:
     """What each rank owns of the products, in whole units, in units of a rank's at even shares."""
-    return (1.0,) * len(owned) if len(set(owned)) == 1 else owned_shares(owned, segments)
+    return owned_shares(owned, segments)

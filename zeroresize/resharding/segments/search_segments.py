@@ -6,25 +6,33 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import group_size, message_device
+from zeroresize.comm.collectives import group_rank, group_size, message_device
 from zeroresize.integrations.find_segments import find_segments
 from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.local_parts import METHODS, guard_dtensors
 from zeroresize.layers.segment import OwnedSegment, Segment
 from zeroresize.layers.segments import owned_segments
+from zeroresize.layers.splitting import part_of_rank
 from zeroresize.layers.unit_dropout import why_not_keyable
-from zeroresize.resharding.agreement import gather_texts, meet_over
+from zeroresize.resharding.agreement import gather_texts, make_alike, meet_over
 from zeroresize.resharding.data_parallel import unwrap
+from zeroresize.resharding.parameter_state import replace_data
 from zeroresize.resharding.state_dict_guards import guard_modules
+from zeroresize.utils.deadline import within
 from zeroresize.utils.texts import alike, at_fault, by_rank, lists_by_rank
 
 logger = logging.getLogger(__name__)
 
+#: What ranks agree on before layers are cut anew; how long one that has failed waits for those that have not.
+_WHOLE_UNITS, _MOST_WAIT = "the units that ranks are to hold whole", timedelta(seconds=10)
 #: So many layers a log line names.
 _MOST_NAMED = 4
 
@@ -45,6 +53,7 @@ def search_segments(
     if isinstance(named, Segment) or not all(isinstance(segment, Segment) for segment in named):
         raise ValueError(f"segments={named!r}: wanted is a list of zeroresize.Segment")
     segments, staying_even = find_segments(unwrap(model), layers, group_size(process_group), named)
+    _hold_whole_units([one for one in segments if not one.is_held_whole], process_group)
     reasons = why_not_keyable(unwrap(model), segments)
     for segment in segments:
         if segment.name in reasons:
@@ -56,6 +65,41 @@ def search_segments(
     for name, reason in staying_even.items():
         layers[name].stays_even = reason
     log_staying_even(staying_even)
+
+
+def _hold_whole_units(segments: Sequence[OwnedSegment], process_group: ProcessGroup) -> None:
+    """Let ranks hold whole units of what torch has cut elsewhere, each parameter the object that it is; collective."""
+    if not segments:
+        return
+    rank, device = group_rank(process_group), segments[0].tensors[0].parameter.device
+
+    def plan() -> dict[str, Any]:
+        for where in (tensor for segment in segments for tensor in segment.tensors):
+            if where.parameter.grad is not None:
+                raise ValueError(f"{where.name} has a gradient, and ranks hold other rows of it now: convert before")
+        return {segment.name: (segment.layers, segment.owned.counts) for segment in segments}
+
+    make_alike(meet_over(process_group, device), plan, lambda plan: plan, _WHOLE_UNITS)
+    for segment in segments:
+        for where in segment.tensors:
+            whole: Any = where.parameter
+            local = part_of_rank(whole.full_tensor(), where.dim, where.owner.parts, segment.owned.counts, rank)
+            replace_data(where.parameter, local, None)
+            guard_dtensors([where.parameter], are_away=False, refused=METHODS)
+        for layer in segment.modules:
+            layer.divide_by(segment.owned.counts)
+        segment.follow(rank)
+
+
+def tell_waiting_ranks(error: Exception, process_group: ProcessGroup, device: torch.device) -> None:
+    """Let ranks fail, too, that are about to hold whole units, as this one has failed."""
+
+    def fail() -> None:
+        raise error
+
+    with suppress(Exception):
+        meet = meet_over(process_group, device)
+        within(_MOST_WAIT, lambda: make_alike(meet, fail, lambda _: None, _WHOLE_UNITS))
 
 
 def log_staying_even(staying_even: Mapping[str, str]) -> None:

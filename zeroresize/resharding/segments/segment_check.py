@@ -106,7 +106,7 @@ def check_segments(
             "check_segments: the model has no segment whose units may move: convert it first; the log of convert says "
             "why layers stay even"
         )
-    away = [one.name for one in segments if not one.owned.is_even]
+    away = [one.name for one in segments if not one.owned.is_home]
     if away:
         raise ValueError(
             f"check_segments: units of {away[0]} are away: check before they move, or within `with balancer.at_home():`"

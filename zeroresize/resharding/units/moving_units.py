@@ -110,9 +110,9 @@ def bytes_of_units(segments: Sequence[OwnedSegment], optimizer: object | None, r
     """
     total = 0
     for segment in segments:
-        num_units = len(segment.owned.owners) // segment.owned.num_ranks
         for contents in contents_of(segment, optimizer, rank):
-            total += num_units * contents.bytes_per_unit(contents.description, with_gradients=False)
+            of_unit = contents.bytes_per_unit(contents.description, with_gradients=False)
+            total += len(segment.owned.owners) * of_unit // segment.owned.num_ranks
     return total
 
 
@@ -196,7 +196,7 @@ class _Route:
             for pair, units in self.pairs.items()
             if rank in pair
         }
-        self.takes_part, self.is_even = bool(self.places), after.is_even
+        self.takes_part, self.is_home = bool(self.places), after.is_home
         self.num_units = sum(map(len, self.pairs.values()))
         self.num_before, self.num_after = before.counts[rank], after.counts[rank]
         kept = np.flatnonzero((before.owners == rank) & (after.owners == rank))
@@ -268,7 +268,7 @@ class _MovingParameter:
             self.contents.state.install(self._new, self.agreed)
             self.contents.state.forget()
             self._new = {}
-        self.contents.guard(are_away=not self.route.is_even)
+        self.contents.guard(are_away=not self.route.is_home)
 
 
 class UnitMove(Transaction):
@@ -382,7 +382,7 @@ def _require_fitting(segment: OwnedSegment, after: OwnershipMap, num_ranks: int)
         raise ValueError(f"{segment.name}: units are owned by ranks 0 to {num_ranks - 1} only")
     if min(after.counts) < segment.min_units:
         raise ValueError(f"{segment.name}: every rank must keep {segment.min_units} units, found {list(after.counts)}")
-    if not after.is_even and segment.why_even is not None and (reason := segment.why_even()) is not None:
+    if not after.is_home and segment.why_even is not None and (reason := segment.why_even()) is not None:
         raise ValueError(f"the {segment.kind} of {segment.name} must stay evenly divided: {reason}")
 
 

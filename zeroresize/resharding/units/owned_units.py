@@ -69,7 +69,7 @@ class OwnedUnits:
     Attributes:
         meet: exchanges numbers with all ranks of the group; to be replaced where replicas move, too.
         segments: of the model, in its order.
-        works: what decisions must know of them.
+        works: what decisions must know of them, and then of what stays unevenly divided.
         shares: by which the units are divided now, one a rank.
         moves: that were made since :meth:`forget_moves`.
         checks: each tells why units may not move now, though they might at the start; None where they may. They may
@@ -102,7 +102,7 @@ class OwnedUnits:
             ReplacedParts(model, layers, optimizer).why_not_same,
             self._why_captured,
         ]
-        self._owned_by: tuple[tuple[float, ...], float] = self.home, 1.0
+        self._owned_by: tuple[tuple[float, ...], float] = (), 1.0
         self.why_not_divisible, self.why_not_stepped = self._why_not_divided_or_stepped()
         self.why_not_movable = self._why_not_movable(replicas)
 
@@ -114,7 +114,7 @@ class OwnedUnits:
     @property
     def is_home(self) -> bool:
         """Return whether every rank owns what its host gave it."""
-        return all(segment.owned.is_even for segment in self.segments)
+        return all(segment.owned.is_home for segment in self.segments)
 
     def are_away(self) -> bool:
         """Return whether some rank owns something else than its host gave it."""
@@ -182,7 +182,7 @@ class OwnedUnits:
         meet_prepared(self.meet, (0.0,) if why is None else CannotMoveError(why), "a move of units", moves=True)
         targets = {
             segment.name: segment.owned.with_counts(unit_counts(after, work))
-            for segment, work in zip(self.segments, self.works, strict=True)
+            for segment, work in zip(self.segments, self.works[: len(self.segments)], strict=True)
         }
         owned_before = self.num_units
         try:
@@ -256,7 +256,7 @@ class OwnedUnits:
         self._is_guarded = True
         for segment in self.segments:
             for contents in contents_of(segment, self._optimizer, self._rank):
-                contents.guard(are_away=not segment.owned.is_even)
+                contents.guard(are_away=not segment.owned.is_home)
                 self._is_guarded = self._is_guarded and (contents.state.has_state or contents.state.stepped is None)
 
     def forget_moves(self) -> None:

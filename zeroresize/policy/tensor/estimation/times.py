@@ -61,6 +61,15 @@ class StepTimes:
         return all(0.0 <= seconds <= MOST_SECONDS for seconds in times_s)
 
     @property
+    def at_even_shares(self) -> StepTimes:
+        """Return the times if the products were those of an even share, in proportion."""
+        factor = 1.0 / (self.shares.owned or 1.0)
+        busy_s = self.busy_s + (factor - 1.0) * (self.gemm_s + self.gather_fill_s)
+        return dataclasses.replace(
+            self, busy_s=busy_s, gemm_s=factor * self.gemm_s, gather_fill_s=factor * self.gather_fill_s
+        )
+
+    @property
     def inside(self) -> StepTimes:
         """Return the times without what lies outside of the balanced layers."""
         busy_s, wait_s = max(self.busy_s - self.outside_s, 0.0), max(self.wait_s - self.outside_wait_s, 0.0)

@@ -48,13 +48,13 @@ def owned_step_s(
     Args:
         times: of every rank, at even shares.
         shares: what each is to own.
-        segments: of the model; what is in none stays even.
+        segments: of the model; what is in none is even.
         division: what is pruned and lent of that; None for nothing.
         migration: what lending adds; None for nothing.
     """
     group, num_ranks = GroupTimes.of(times), len(shares)
     division = division or WorkDivision.nothing(num_ranks)
-    if not any(division.spared) and len(set(shares)) == 1:
+    if not any(division.spared) and len(set(shares)) == 1 and all(each.is_even(num_ranks) for each in segments):
         return float(group.busy_s.max())
     works = [1.0 - math.fsum(segment.work for segment in segments), *(segment.work for segment in segments)]
     owned_RS = np.ones((num_ranks, len(works)))
@@ -96,14 +96,15 @@ def wanted_shares(
     """
     num_ranks = len(times)
     home = fitting_shares(num_ranks, most_shares)
-    if not any(are_stragglers) or not segments:
+    moving = [segment for segment in segments if not segment.stays]
+    if not any(are_stragglers) or not moving:
         return home
     are_slow = np.array(are_stragglers, dtype=bool)
     shares_R = _balanced(*_work_curves(GroupTimes.of(times), are_slow, noise), are_slow, most_s)
-    if not any(segment.min_units for segment in segments):
+    if not any(segment.min_units for segment in moving):
         # Every rank keeps some units: without any nobody would see that it has recovered. A rank with at least the
         # share of one quantum gets one; raising shares lowers all of them a little.
-        least = min(segment.quantum * num_ranks / segment.num_units for segment in segments)
+        least = min(segment.quantum * num_ranks / segment.num_units for segment in moving)
         if 2.0 * least < 1.0:
             shares_R = np.maximum(shares_R, least / (1.0 - least) + _MORE)
     shares = nearest_fitting(normalised(shares_R.tolist()), most_shares)
