@@ -60,7 +60,7 @@ def test_a_decoder_that_was_split_when_loaded_trains_as_whole_and_is_saved_whole
         with torch.no_grad():
             assert model(**batch(7)).loss.item() == pytest.approx(host(**batch(7)).loss.item(), abs=1e-12)
         heads_move = kind != "qwen3" or IS_5
-        assert kinds_of_units(model) == (["heads", "neurons"] if heads_move else ["neurons"])
+        assert kinds_of_units(model) == (["KV groups", "neurons"] if heads_move else ["neurons"])
         values, balancer = trained_with_moves(model)
         if heads_move:  # else the ranks' norms of heads go ways of their own, without us, too
             assert values == pytest.approx(expected, abs=1e-6)  # norms of some decoders compute in float32

@@ -118,11 +118,11 @@ def _of_balanced(layer: Any, tensors: dict[str, Tensor]) -> tuple[dict[int, Tens
 
 
 def _of_units(where: UnitTensor, segment: OwnedSegment, rank: int) -> TensorDivision:
-    num_units, rows = len(segment.owned.owners) // where.block, where.rows
+    num_units, rows = len(segment.owned.owners), where.rows
     return TensorDivision(
         where.dim,
         num_units * sum(rows),
-        lambda: unit_pieces(where.held(segment.owned, rank), num_units, rows),
+        lambda: unit_pieces(segment.owned.units_of(rank), num_units, rows),
     )
 
 

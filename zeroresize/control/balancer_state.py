@@ -16,6 +16,7 @@ from zeroresize.layers.functional import LastGradients
 from zeroresize.layers.segments import all_segments, homes_of_layers, shape_with
 from zeroresize.layers.unit_dropout import UnitDropout
 from zeroresize.measure.rank_monitor import MonitorState
+from zeroresize.plan.ownership import OwnershipMap
 from zeroresize.policy.tensor.columns.selector import SelectorState
 from zeroresize.resharding.agreement import text_numbers, text_of
 from zeroresize.utils import codec
@@ -197,8 +198,8 @@ def _units_of_layer(units: _Units, parts: Parts, layer: BalancedLinear) -> Seque
     """Return which of ``units`` a layer of a segment held; those of even shares where they do not tell."""
     segment = layer.segment
     assert segment is not None
-    home = segment.owned.at_home
-    return units[segment.name] if segment.name in units else home.units_of(parts.setup.rank).tolist()
+    even = OwnershipMap.home(len(segment.owned.owners), segment.owned.num_ranks)
+    return units[segment.name] if segment.name in units else even.units_of(parts.setup.rank).tolist()
 
 
 def _keyed_dropouts(parts: Parts) -> dict[str, UnitDropout]:

@@ -24,7 +24,6 @@ from zeroresize.integrations.named_segments import require_sound
 from zeroresize.integrations.packed_layers import REMEDY, described, require_right_parts
 from zeroresize.integrations.traced_segments import FromOutside, NotProven, TracedAgain, reached_around, traced_segment
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.layers.linear import ParallelLinear
 from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segment import OwnedSegment, Segment, UnitTensor
 from zeroresize.layers.splitting import checked_parts
@@ -94,10 +93,10 @@ class _Search:
         return f"its input is no output of a column-parallel layer: {_NAME_IT}"
 
     def take_named(self, segment: Segment) -> None:
-        given = [(layer, True) for layer in (*segment.column, *segment.shared)] + [(segment.row, False)]
+        given = [(layer, True) for layer in segment.column] + [(segment.row, False)]
         try:
             *columns, row = [self._named_layer(layer, is_column=is_column) for layer, is_column in given]
-            if not segment.column:
+            if not columns:
                 raise StaysEven("it names no column-parallel layer")
             self._take(segment, columns, row)
         except StaysEven as error:
@@ -111,10 +110,7 @@ class _Search:
         for module in self._modules.values():
             try:
                 for segment in registered_segments(module):
-                    names = [
-                        self._names.get(id(layer), ["?"])[0]
-                        for layer in (*segment.column, *segment.shared, segment.row)
-                    ]
+                    names = [self._names.get(id(layer), ["?"])[0] for layer in (*segment.column, segment.row)]
                     self._take_registered(segment, names)
             except StaysEven as error:
                 name = self._names[id(module)][0]
@@ -201,23 +197,14 @@ class _Search:
     def _owned(self, segment: Segment, columns: Sequence[str], row: str) -> OwnedSegment:
         unit_size, num_inputs = segment.unit_size, self._layers[row].whole_size
         num_units, left = divmod(num_inputs, unit_size)
-        block = segment.group_size
-        if num_units % block:
-            raise StaysEven(f"{num_units} units are no whole groups of group_size={block}")
-        owned = OwnershipMap.home(num_units, self._num_ranks, block)
+        owned = OwnershipMap.home(num_units, self._num_ranks)
         num_here, names = min(owned.counts), (*columns, row)
         if left or not num_here:
             raise StaysEven(
                 f"{row} reads {num_inputs} features, which are no whole units of unit_size={unit_size} for each of "
                 f"{self._num_ranks} ranks"
             )
-        tensors: list[UnitTensor] = []
-        for number, name in enumerate(columns):
-            of_layer = 1 if number < len(segment.column) else block
-            rows = self._rows(name, segment, num_units // of_layer)
-            if of_layer > 1 and len(rows) > 1:
-                raise StaysEven(f"{name} holds several parts, whose rows no units can share")
-            tensors += self._tensors(name, rows, of_layer)
+        tensors = [each for name in columns for each in self._tensors(name, self._rows(name, segment, num_units))]
         if len(self._layers[row].parts or ()) > 1:
             raise StaysEven(f"{row} reads several parts, parts={self._layers[row].parts}")
         if segment.min_units > num_here:
@@ -225,8 +212,6 @@ class _Search:
         # torch's clipping by the largest element is an error on a rank whose part of a DTensor is empty.
         least = max(segment.min_units, int(any(self._layers[name].has_dtensors for name in names)))
         quantum = neuron_quantum(num_units, self._num_ranks) if unit_size == 1 else 1
-        if not all(isinstance(self._layers[name], ParallelLinear) for name in names):
-            quantum = block  # others count gradients of copies twice when they clip
         held = OwnedSegment(
             name=row,
             kind=segment.kind,
@@ -264,12 +249,12 @@ class _Search:
             )
         return tuple(part // num_units for part in parts)
 
-    def _tensors(self, name: str, rows: tuple[int, ...], block: int = 1) -> Iterator[UnitTensor]:
+    def _tensors(self, name: str, rows: tuple[int, ...]) -> Iterator[UnitTensor]:
         layer: Any = self._layers[name]
         dim = 0 if layer.is_column_parallel != layer.weight_is_transposed else 1
-        yield UnitTensor(layer, "weight", f"{name}.weight", dim, rows, block)
+        yield UnitTensor(layer, "weight", f"{name}.weight", dim, rows)
         if layer.is_column_parallel and parameters_of(layer).get("bias") is not None:
-            yield UnitTensor(layer, "bias", f"{name}.bias", 0, rows, block)
+            yield UnitTensor(layer, "bias", f"{name}.bias", 0, rows)
 
     def _require_movable(self, name: str) -> None:
         layer: Any = self._layers[name]

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -71,27 +69,22 @@ def _llama_attention(module: Any) -> Segment:
     groups, head_size = getattr(module, "num_key_value_groups", 1), module.head_dim
 
     def set_heads(units: list[int]) -> None:
-        of_each = math.gcd(*Counter(unit // groups for unit in units).values()) or groups
         counts = {
-            "num_heads": len(units),
-            "num_key_value_heads": len(units) // of_each,
-            "num_key_value_groups": of_each,
-            "hidden_size": len(units) * head_size,
+            "num_heads": len(units) * groups,
+            "num_key_value_heads": len(units),
+            "hidden_size": len(units) * groups * head_size,
         }
         for name, count in counts.items():
             if hasattr(module, name):  # older versions, and ShardFormer
                 setattr(module, name, count)
 
-    keys_and_values = [module.k_proj, module.v_proj]
     return Segment(
-        [module.q_proj, *(keys_and_values if groups == 1 else ())],
+        [module.q_proj, module.k_proj, module.v_proj],
         module.o_proj,
-        unit_size=head_size,
-        shared=() if groups == 1 else keys_and_values,
-        group_size=groups,
+        unit_size=groups * head_size,
         on_change=set_heads,
         min_units=_fewest_heads(module),
-        kind="heads",
+        kind="heads" if groups == 1 else "KV groups",
         has_other_dropout=module.attention_dropout > 0.0,
     )
 
@@ -185,12 +178,10 @@ def _require_unmixed(module: Any, segment: Segment) -> None:
     units = row.whole_size // segment.unit_size
     columns: list[Any] = list(segment.column)
     rows = {layer: (layer.whole_size // units // parts,) * parts for layer in columns}
-    shared: list[Any] = list(segment.shared)
-    rows |= {layer: (layer.whole_size * segment.group_size // units,) for layer in shared}
     try:
         with _without_flash_attention(module):
             call = partial(_call, module)
-            require_unmixed_in_call(module, rows, row, segment.unit_size, call, segment.on_change, segment.group_size)
+            require_unmixed_in_call(module, rows, row, segment.unit_size, call, segment.on_change)
     except Exception as error:  # whatever its functions make of the numbers
         raise StaysEven(f"{type(module).__name__}, computed with numbers: {type(error).__name__}: {error}") from error
 
@@ -235,9 +226,7 @@ def _checked(adapter: Callable[[Any], Segment | None]) -> SegmentAdapter:
             segment = adapter(module)
         except AttributeError as error:
             raise StaysEven(f"{type(module).__name__} is not as transformers 4.51 and 5.24 have it: {error}") from error
-        if segment is None or not all(
-            isinstance(layer, BalancedLinear) for layer in (*segment.column, *segment.shared, segment.row)
-        ):
+        if segment is None or not all(isinstance(layer, BalancedLinear) for layer in (*segment.column, segment.row)):
             return segment
         holders = [module.intermediate, module.output] if hasattr(module, "intermediate") else [module]
         parts = [part for holder in holders for part in holder.modules()]

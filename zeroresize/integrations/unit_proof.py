@@ -123,9 +123,8 @@ def require_unmixed_in_call(
     num_rows: int,
     call: Callable[[Tensor], object],
     on_change: Callable[[list[int]], object] | None,
-    group_size: int = 1,
 ) -> None:
-    """Check that between these layers ``call`` mixes no units, each with rows of its own of what a group may share."""
+    """Check that between these layers ``call`` mixes no units."""
 
     def compute(stimulus: Stimulus) -> None:
         def read(x: Any, *_: Any) -> None:
@@ -138,7 +137,7 @@ def require_unmixed_in_call(
         kept = nothing_kept(module, but_for_attributes=True)
         with own_hooks_off(module), kept, torch.no_grad(), eagerly, WatchedFunctions(_without_dropout):
             if on_change is not None:
-                on_change([group_size * number for number in range(len(stimulus.units))])
+                on_change(list(range(len(stimulus.units))))
             for layer in columns:
                 vars(layer)["forward"] = lambda *_, layer=layer: stimulus.output_of(layer)
             vars(row)["forward"] = read

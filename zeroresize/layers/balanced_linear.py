@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn, SupportsIndex
 from weakref import WeakSet
 
@@ -34,7 +33,7 @@ from zeroresize.utils.torch_state import autocast_dtype
 
 #: Attributes that a balancer, or an injector of slowness, fills.
 OF_A_BALANCER = frozenset(
-    {"plan", "loans", "probes", "last", "needs_eager_autograd", "segment", "forwards", "sum_gradients"}
+    {"plan", "loans", "probes", "last", "needs_eager_autograd", "segment", "forwards"}
     | {"watch_start", "watch_forward", "watch_input"}
 )
 
@@ -99,9 +98,6 @@ class BalancedLinear:
         family: the layer, its deep copies and theirs, as long as something holds them; None before the first one.
         is_copy_of_uneven: whether it is a copy of a layer whose units were away, on this rank or another.
         has_dtensors: whether its parameters are DTensors over its group, of which :attr:`local_weight` is a local part.
-        sum_gradients: called before a forward of a layer with rows that units share: sees to their gradients' sums.
-        repeats: [B], which of its row blocks the layer returns, one after the other, while blocks that units share are
-            apart on this rank; None for each of them once.
         parts: how the undivided layer's output features, or of a row-parallel layer its input features, were cut before
             the split: the features of each part, of which every rank has its share. A single part was split
             contiguously; None where the weights are somebody else's, who may have split them in any way.
@@ -116,9 +112,6 @@ class BalancedLinear:
     is_copy_of_uneven: bool = False
     parts: tuple[int, ...] | None = None
     division: tuple[int, ...] = ()
-    sum_gradients: Callable[[], object] | None = None
-    repeats: Tensor | None = None
-    num_blocks: int = 1
     refused_at_home: tuple[str, ...] = ()
     plan: LayerPlan | None
     loans: SharedProducts | None
@@ -191,7 +184,7 @@ class BalancedLinear:
         return torch.Size(sizes)
 
     def _prepare_for_a_balancer(self) -> None:
-        self.plan = self.loans = self.last = self.segment = self.sum_gradients = None
+        self.plan = self.loans = self.last = self.segment = None
         self.watch_start = self.watch_forward = self.watch_input = None
         self.probes, self.forwards = Probes(), CompiledForwards(self)
         self.needs_eager_autograd = self.is_captured = False
@@ -232,15 +225,6 @@ class BalancedLinear:
     def is_searched(self) -> bool:
         """Whether segments were looked for with this layer among the converted ones."""
         return self.segment is not None or self.stays_even is not None
-
-    def repeat_blocks(self, units: Sequence[int], block: int) -> None:
-        """Return the rows that ``block`` neighbouring units share as often as this rank's units need them."""
-        counts = list(Counter(unit // block for unit in units).values())
-        times = [count // math.gcd(*counts) for count in counts]
-        self.num_blocks, self.repeats = len(counts), None
-        if max(times, default=1) > 1:
-            numbers = [number for number, each in enumerate(times) for _ in range(each)]
-            self.repeats = torch.tensor(numbers, device=self.local_weight.device)
 
     def forget_forwards(self) -> None:
         """Restart the counts of training forwards."""
@@ -288,12 +272,8 @@ class BalancedLinear:
             sums: False where the caller sums this rank's part of dx; not while columns are lent.
         """
         if torch.compiler.is_compiling():
-            y = self._products_in_graph(compiled_column_products, x, bias, sums)
-        else:
-            y = self._products_now(column_parallel_products, x, bias, sums)
-        if self.repeats is None:
-            return y
-        return y.unflatten(-1, (self.num_blocks, -1)).index_select(-2, self.repeats).flatten(-2)
+            return self._products_in_graph(compiled_column_products, x, bias, sums)
+        return self._products_now(column_parallel_products, x, bias, sums)
 
     def row_products(self, x: Tensor, bias: Tensor | None = None, *, sums: bool = True) -> Tensor:
         """Compute the sum over the group of y [..., N] of each rank's slice x [..., K].
@@ -323,8 +303,6 @@ class BalancedLinear:
 
     def _forward_begins(self, x: Tensor, is_training: bool) -> SharedProducts | None:
         """Tell who watches before anything is sent, and return the loans of this forward."""
-        if self.sum_gradients is not None:
-            self.sum_gradients()
         if is_being_captured(x):
             self.is_captured = True
         elif self.segment is not None and self.segment.may_draw:

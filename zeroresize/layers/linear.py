@@ -32,10 +32,10 @@ from zeroresize.layers.splitting import Parts, checked_parts, keep_ties, part_of
 from zeroresize.plan.ownership import home_counts
 from zeroresize.utils.checked import checked, integer
 
-_LayerT = TypeVar("_LayerT", bound="ParallelLinear")
+_LayerT = TypeVar("_LayerT", bound="_ParallelLinear")
 
 
-class ParallelLinear(BalancedLinear, nn.Module):
+class _ParallelLinear(BalancedLinear, nn.Module):
     """Holds what both kinds have in common: they are divided along dimension 0 or 1 of the weight."""
 
     in_features: int
@@ -142,7 +142,7 @@ class ParallelLinear(BalancedLinear, nn.Module):
 
 
 @checked(in_features=integer(1), out_features=integer(1), own_features=integer(0), unit_size=integer(1))
-class ColumnParallelLinear(ParallelLinear):
+class ColumnParallelLinear(_ParallelLinear):
     """Computes y = x Aᵀ + b with A split by rows (output features) over the group.
 
     Args:
@@ -219,7 +219,7 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 @checked(in_features=integer(1), out_features=integer(1), own_features=integer(0), unit_size=integer(1))
-class RowParallelLinear(ParallelLinear):
+class RowParallelLinear(_ParallelLinear):
     """Computes y = x Aᵀ + b, A split by columns (input features) over the group; b is replicated and added once.
 
     Args:

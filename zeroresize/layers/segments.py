@@ -40,11 +40,7 @@ def shard_shape(layer: BalancedLinear, rank: int) -> tuple[int, int]:
     if layer.segment is None:
         num_outputs, num_columns = layer.home_shape_on(rank)
         return num_outputs, num_columns
-    segment = layer.segment
-    where = next((tensor for tensor in segment.tensors if tensor.owner is layer and tensor.block > 1), None)
-    if where is not None:
-        return len(where.held(segment.owned, rank)) * sum(where.rows), layer.even_shape[1]
-    return shape_with(layer, segment.owned.counts[rank])
+    return shape_with(layer, layer.segment.owned.counts[rank])
 
 
 def homes_of_columns(layer: BalancedLinear, units: Sequence[int] | Indices) -> Indices:
@@ -97,24 +93,20 @@ def segment_works(layers: Mapping[str, BalancedLinear]) -> tuple[SegmentWork, ..
 
     Behind them come layers that are in none of them, and that hosts have not divided evenly.
     """
-    segments, by_name = owned_segments(layers), work_of_layers(layers)
-    total, work = math.fsum(by_name.values()), {id(layers[name]): of_layer for name, of_layer in by_name.items()}
-    works: list[SegmentWork] = []
-    for segment in segments:
-        of_segment = math.fsum(work[id(layer)] for layer in segment.modules)
-        works.append(
-            SegmentWork(
-                num_units=len(segment.owned.owners),
-                quantum=segment.quantum,
-                work=of_segment / total,
-                min_units=segment.min_units,
-                block=segment.owned.block,
-                shared=math.fsum(work[id(layer)] for layer in segment.shared) / of_segment,
-            )
-        )
+    work, segments = work_of_layers(layers), owned_segments(layers)
+    total = sum(work.values())
     staying: dict[int, float] = {}
-    for layer in layers.values():
+    for name, layer in layers.items():
         if layer.division and layer.segment not in segments:
             number = sum(layer.division)
-            staying[number] = staying.get(number, 0.0) + work[id(layer)] / total
-    return *works, *(SegmentWork(number, 1, part, stays=True) for number, part in staying.items())
+            staying[number] = staying.get(number, 0.0) + work[name] / total
+    of_segments = tuple(
+        SegmentWork(
+            num_units=len(segment.owned.owners),
+            quantum=segment.quantum,
+            work=sum(work[name] for name, layer in layers.items() if layer.segment is segment) / total,
+            min_units=segment.min_units,
+        )
+        for segment in segments
+    )
+    return of_segments + tuple(SegmentWork(number, 1, part, stays=True) for number, part in staying.items())

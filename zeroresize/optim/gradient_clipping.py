@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import all_gather, all_reduce, group_rank, group_size, message_device
-from zeroresize.layers.segment import OwnedSegment, UnitTensor
-from zeroresize.layers.shared_rows import rows_counted_here
-from zeroresize.layers.weight_checks import known_layers, sharding_of
+from zeroresize.comm.collectives import all_gather, all_reduce, group_size, message_device
+from zeroresize.layers.weight_checks import sharding_of
 from zeroresize.utils.torch_private import norms_of, scale_all
 
 
@@ -106,7 +104,7 @@ def norm_over(squares: Tensor, process_group: ProcessGroup) -> Tensor:
 def scale_gradients(parameters: Sequence[Tensor], max_norm: float, norm: Tensor, foreach: bool | None = None) -> None:
     """Scale all gradients so that ``norm``, theirs at present, gets ``max_norm`` at most."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for (device, dtype), gradients in _by_kind(one.grad for one in parameters if one.grad is not None).items():
+    for (device, dtype), gradients in _by_kind(parameters).items():
         local_factor = factor.to(device, torch.promote_types(dtype, torch.float32))
         if foreach is False:
             for gradient in gradients:
@@ -119,17 +117,13 @@ def _norm(parameters: Sequence[Tensor], p: float, foreach: bool | None) -> Tenso
     """Compute the p-norm of the gradients that this process holds; of DTensors, of all ranks of their mesh."""
     norms: list[Tensor] = []
     whole: list[Tensor] = []
-    copies = _shared_tensors()
     for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None:
+        if parameter.grad is None:
             continue
-        if (where := copies.get(id(parameter))) is not None:  # what several ranks hold counts on the first of them
-            gradient = _counted_once(gradient, *where)
-        if hasattr(gradient, "full_tensor"):
-            norms.append(torch.linalg.vector_norm(gradient, p, dtype=_wide(gradient.dtype)).full_tensor())
-        elif gradient.numel():
-            whole.append(gradient)
+        if hasattr(parameter.grad, "full_tensor"):
+            norms.append(torch.linalg.vector_norm(parameter.grad, p, dtype=_wide(parameter.grad.dtype)).full_tensor())
+        elif parameter.grad.numel():
+            whole.append(parameter)
     for (_, dtype), gradients in _by_kind(whole).items():
         if foreach is not False and dtype in (torch.float32, torch.float64):  # others are to be summed in float32
             norms += norms_of(gradients, p)
@@ -140,26 +134,14 @@ def _norm(parameters: Sequence[Tensor], p: float, foreach: bool | None) -> Tenso
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms]), p)
 
 
-def _shared_tensors() -> dict[int, tuple[UnitTensor, OwnedSegment]]:
-    """Parameters of rows that several units share, by ``id``."""
-    segments = {layer.segment for layer in known_layers() if layer.segment is not None}
-    return {id(each.parameter): (each, segment) for segment in segments for each in segment.tensors if each.block > 1}
-
-
-def _counted_once(gradient: Tensor, where: UnitTensor, segment: OwnedSegment) -> Tensor:
-    rows = rows_counted_here(where, segment.owned, group_rank(where.owner.process_group))
-    if rows is None:
-        return gradient
-    return gradient.index_select(where.dim, torch.from_numpy(rows).to(gradient.device))
-
-
-def _by_kind(gradients: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+def _by_kind(parameters: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
     """Local gradients by device and dtype."""
-    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for gradient in gradients:
-        local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-        by_kind[local.device, local.dtype].append(local)
-    return by_kind
+    gradients: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            gradient = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
+            gradients[gradient.device, gradient.dtype].append(gradient)
+    return gradients
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

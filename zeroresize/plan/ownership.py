@@ -10,7 +10,6 @@ units to ranks gives the same step but for the order of a sum.
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import math
 from collections.abc import Sequence
@@ -39,22 +38,11 @@ class SegmentWork:
     quantum: int  # units change hands in multiples of so many
     work: float  # of a rank's product FLOPs at even shares, the share that lies in this segment, 0 to 1
     min_units: int = 0  # what every rank keeps at least
-    block: int = 1  # so many neighbours share rows that each rank with one of them holds; at home none are apart
-    shared: float = 0.0  # share of the work that lies in such rows
     stays: bool = False  # whether its units stay where hosts gave them
 
     def is_even(self, num_ranks: int) -> bool:
         """Whether equal shares are equal numbers of units."""
-        return self.num_units % (num_ranks * self.block) == 0
-
-    def loads(self, counts: Sequence[int]) -> list[float]:
-        """Return what ranks with so many units compute, in even shares; a block that is apart is held twice."""
-        even = self.num_units / len(counts)
-        blocks = (-(-count // self.block) * self.block for count in counts)
-        return [
-            ((1.0 - self.shared) * count + self.shared * of_blocks) / even
-            for count, of_blocks in zip(counts, blocks, strict=True)
-        ]
+        return self.num_units % num_ranks == 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,12 +51,11 @@ class OwnershipMap:
 
     owners: Indices  # [U], int64: for every unit the rank that owns it
     num_ranks: int  # R
-    block: int = 1  # of so many neighbours, which divide the units, none are apart at home
 
     @classmethod
-    def home(cls, num_units: int, num_ranks: int, block: int = 1) -> OwnershipMap:
+    def home(cls, num_units: int, num_ranks: int) -> OwnershipMap:
         """Return the map that hosts make when they shard: the ranks own neighbours, by :func:`home_counts`."""
-        return cls(np.repeat(np.arange(num_ranks), home_counts(num_units, num_ranks, block)), num_ranks, block)
+        return cls(np.repeat(np.arange(num_ranks), home_counts(num_units, num_ranks)), num_ranks)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, OwnershipMap):
@@ -83,20 +70,11 @@ class OwnershipMap:
     @cached_property
     def is_home(self) -> bool:
         """Whether every rank owns what hosts give it."""
-        return self == self.at_home
-
-    @cached_property
-    def at_home(self) -> OwnershipMap:
-        """Return the map of the same units at home."""
-        return OwnershipMap.home(len(self.owners), self.num_ranks, self.block)
+        return self == OwnershipMap.home(len(self.owners), self.num_ranks)
 
     def units_of(self, rank: int) -> Indices:
         """Return the units that ``rank`` owns, in the order in which they lie there."""
         return np.flatnonzero(self.owners == rank)
-
-    def blocks_of(self, rank: int, block: int) -> Indices:
-        """Return the blocks of so many neighbours of which ``rank`` owns some unit, ascending."""
-        return np.unique(self.units_of(rank) // block)
 
     def with_counts(self, counts: Sequence[int]) -> OwnershipMap:
         """Return the map in which rank r owns ``counts[r]`` units; those of home are home.
@@ -110,7 +88,7 @@ class OwnershipMap:
             raise ValueError(
                 f"counts={list(counts)} do not share {len(self.owners)} units among {self.num_ranks} ranks"
             )
-        home = self.at_home
+        home = OwnershipMap.home(len(self.owners), self.num_ranks)
         if tuple(counts) == home.counts:
             return home
         owners = self.owners.copy()
@@ -130,17 +108,13 @@ class OwnershipMap:
                 left.append(unit)
         takers = np.repeat(np.arange(self.num_ranks), wanted)
         owners[left] = takers
-        return dataclasses.replace(self, owners=owners)
+        return OwnershipMap(owners, self.num_ranks)
 
 
-def home_counts(num_units: int, num_ranks: int, block: int = 1) -> tuple[int, ...]:
-    """Return how many units hosts give each rank: equally many, the first ranks a block more where they do not divide.
-
-    Args:
-        block: of so many units none are apart.
-    """
-    each, left = divmod(num_units // block, num_ranks)
-    return ((each + 1) * block,) * left + (each * block,) * (num_ranks - left)
+def home_counts(num_units: int, num_ranks: int) -> tuple[int, ...]:
+    """Return how many units hosts give each rank: equally many, the first ranks one more where they do not divide."""
+    each, left = divmod(num_units, num_ranks)
+    return (each + 1,) * left + (each,) * (num_ranks - left)
 
 
 def normalised(shares: Sequence[float]) -> tuple[float, ...]:
@@ -189,13 +163,7 @@ def unit_counts(shares: Sequence[float], segment: SegmentWork) -> tuple[int, ...
     """
     num_ranks, quantum = len(shares), segment.quantum
     if segment.stays or len(set(shares)) == 1:
-        return home_counts(segment.num_units, num_ranks, segment.block)
-    if segment.block > quantum:  # whole blocks, where their copies cost more than single units bring
-        single = dataclasses.replace(segment, block=1)
-        least = -(-segment.min_units // segment.block) * segment.block
-        whole = dataclasses.replace(single, quantum=segment.block, min_units=least)
-        divisions = unit_counts(shares, single), unit_counts(shares, whole)
-        return min(divisions, key=lambda counts: _longest(segment.loads(counts), shares))
+        return home_counts(segment.num_units, num_ranks)
     counts = [segment.min_units] * num_ranks
     left = segment.num_units - sum(counts)
     # Down to what each rank gets in any case, so that the loop is over the remainders only.
@@ -220,10 +188,6 @@ def unit_counts(shares: Sequence[float], segment: SegmentWork) -> tuple[int, ...
     return tuple(counts)
 
 
-def _longest(loads: Sequence[float], shares: Sequence[float]) -> float:
-    return max(load / share if share else math.inf * load for load, share in zip(loads, shares, strict=True) if load)
-
-
 def owned_shares(shares: Sequence[float], segments: Sequence[SegmentWork]) -> tuple[float, ...]:
     """Return what each rank then owns of the products, in units of a rank's at even shares.
 
@@ -231,7 +195,7 @@ def owned_shares(shares: Sequence[float], segments: Sequence[SegmentWork]) -> tu
     """
     owned = [1.0 - math.fsum(segment.work for segment in segments)] * len(shares)
     for segment in segments:
-        for rank, load in enumerate(segment.loads(unit_counts(shares, segment))):
-            owned[rank] += segment.work * load
+        for rank, count in enumerate(unit_counts(shares, segment)):
+            owned[rank] += segment.work * count * len(shares) / segment.num_units
     # All of it and nothing are exact: who owns nothing is treated otherwise than who owns a little.
     return tuple(round(share, _OWNED_DECIMALS) for share in owned)

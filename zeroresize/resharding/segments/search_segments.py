@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.local_parts import METHODS, guard_dtensors
 from zeroresize.layers.segment import OwnedSegment, Segment
 from zeroresize.layers.segments import owned_segments
-from zeroresize.layers.shared_rows import sum_shared_gradients
 from zeroresize.layers.splitting import part_of_rank
 from zeroresize.layers.unit_dropout import why_not_keyable
 from zeroresize.resharding.agreement import gather_texts, make_alike, meet_over
@@ -63,9 +61,6 @@ def search_segments(
             continue
         for name in segment.layers:
             layers[name].segment = segment
-        if segment.shared:
-            for layer in segment.modules:
-                layer.sum_gradients = partial(sum_shared_gradients, segment, process_group)
     guard_modules(segment for segment in segments if segment.name not in reasons)
     for name, reason in staying_even.items():
         layers[name].stays_even = reason
@@ -173,7 +168,7 @@ def _described(segment: OwnedSegment) -> dict[str, Any]:
         "quantum": segment.quantum,
         "min_units": segment.min_units,
         "on_change": segment.on_change is not None,
-        "tensors": [[tensor.name, tensor.dim, list(tensor.rows), tensor.block] for tensor in segment.tensors],
+        "tensors": [[tensor.name, tensor.dim, list(tensor.rows)] for tensor in segment.tensors],
     }
 
 

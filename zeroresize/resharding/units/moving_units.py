@@ -24,7 +24,7 @@ from zeroresize.layers.segment import OwnedSegment, UnitTensor
 from zeroresize.layers.weight_checks import is_sharded_in
 from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer
 from zeroresize.plan.layout import Layout
-from zeroresize.plan.ownership import OwnershipMap
+from zeroresize.plan.ownership import Indices, OwnershipMap
 from zeroresize.plan.transfers import transfers
 from zeroresize.resharding.agreement import meet_over
 from zeroresize.resharding.data_parallel import require_rebuildable, wrappers_of
@@ -112,8 +112,7 @@ def bytes_of_units(segments: Sequence[OwnedSegment], optimizer: object | None, r
     for segment in segments:
         for contents in contents_of(segment, optimizer, rank):
             of_unit = contents.bytes_per_unit(contents.description, with_gradients=False)
-            num_units = len(segment.owned.owners) // contents.unit_tensor.block
-            total += num_units * of_unit // segment.owned.num_ranks
+            total += len(segment.owned.owners) * of_unit // segment.owned.num_ranks
     return total
 
 
@@ -168,23 +167,19 @@ def contents_of(segment: OwnedSegment, optimizer: Any, rank: int) -> list[UnitCo
     unit_tensors: dict[int, UnitTensor] = {}
     for tensor in segment.tensors:
         known = unit_tensors.setdefault(id(tensor.parameter), tensor)
-        if (known.dim, known.rows, known.block) != (tensor.dim, tensor.rows, tensor.block):
+        if (known.dim, known.rows) != (tensor.dim, tensor.rows):
             raise ValueError(f"{tensor.name} and {known.name} are one parameter, but hold different units")
     stepped: Mapping[str, Tensor] = {}
     inner = None
     if optimizer is not None:
         inner = torch_optimizer(optimizer)
         stepped = stepped_tensors(optimizer, {tensor.name: tensor.parameter for tensor in unit_tensors.values()})
-    return [
-        UnitContents(tensor, len(tensor.held(segment.owned, rank)), stepped.get(tensor.name), inner)
-        for tensor in unit_tensors.values()
-    ]
+    num_units = segment.owned.counts[rank]
+    return [UnitContents(tensor, num_units, stepped.get(tensor.name), inner) for tensor in unit_tensors.values()]
 
 
 class _Route:
-    """Which units of a segment, or blocks of them, change hands, and where they lie on this rank before and after.
-
-    A block travels to whoever gets its first unit, and stays with those who keep one.
+    """Which units of a segment change hands, and where they lie on this rank before and after.
 
     Attributes:
         pairs: the units that travel, ascending, by (sender, receiver).
@@ -193,25 +188,19 @@ class _Route:
         num_units, num_before, num_after: that travel, and that this rank has.
     """
 
-    def __init__(self, before: OwnershipMap, after: OwnershipMap, rank: int, block: int = 1) -> None:
-        maps = before, after
-        if block == 1:
-            here, there = (Layout.of_owners(owned.owners, owned.num_ranks) for owned in maps)
-        else:
-            here, there = (
-                Layout.of_holders([owned.blocks_of(each, block) for each in range(owned.num_ranks)]) for owned in maps
-            )
+    def __init__(self, before: OwnershipMap, after: OwnershipMap, rank: int) -> None:
+        here, there = (Layout.of_owners(owned.owners, owned.num_ranks) for owned in (before, after))
         self.pairs = transfers(here, there).units_by_pair()
-        held = [owned.units_of(rank) if block == 1 else owned.blocks_of(rank, block) for owned in maps]
         self.places = {
-            pair: np.searchsorted(held[pair[0] != rank], units) for pair, units in self.pairs.items() if rank in pair
+            pair: _places(before if pair[0] == rank else after, rank, units)
+            for pair, units in self.pairs.items()
+            if rank in pair
         }
         self.takes_part, self.is_home = bool(self.places), after.is_home
         self.num_units = sum(map(len, self.pairs.values()))
-        self.num_before, self.num_after = map(len, held)
-        kept = np.intersect1d(held[0], held[1], assume_unique=True)
-        self._kept_of, self._kept_at = (np.searchsorted(units, kept) for units in held)
-        self.changes = self.takes_part or self.num_before != self.num_after
+        self.num_before, self.num_after = before.counts[rank], after.counts[rank]
+        kept = np.flatnonzero((before.owners == rank) & (after.owners == rank))
+        self._kept_of, self._kept_at = (_places(owned, rank, kept) for owned in (before, after))
 
     def copy_kept(self, old: Tensor | None, new: Tensor) -> None:
         """Copy the units that stay from one stack into the other; None stands for zeros."""
@@ -240,7 +229,7 @@ class _MovingParameter:
     def plan(self) -> list[Any]:
         """What must be alike on all ranks."""
         unit, is_stepped = self.contents.unit_tensor, self.contents.state.stepped is not None
-        shape = unit.name, unit.dim, unit.rows, unit.block, unit.elements_of_unit
+        shape = unit.name, unit.dim, unit.rows, unit.elements_of_unit
         return [*shape, is_stepped, str(self.contents.parameter.dtype)]
 
     def parcels(self) -> Iterator[tuple[Parcel, tuple[str, int], Pair]]:
@@ -255,11 +244,11 @@ class _MovingParameter:
     @property
     def new_bytes(self) -> int:
         """The bytes of the new tensors."""
-        return self.route.num_after * self.contents.bytes_per_unit(self.agreed) if self.route.changes else 0
+        return self.route.num_after * self.contents.bytes_per_unit(self.agreed) if self.route.takes_part else 0
 
     def allocate(self) -> None:
         """Make the new tensors."""
-        if not self.route.changes:
+        if not self.route.takes_part:
             return
         where, state, num_after = self.contents.unit_tensor, self.contents.state, self.route.num_after
         shape = list(self.contents.parameter.shape)
@@ -312,7 +301,7 @@ class UnitMove(Transaction):
         self._segments: list[tuple[OwnedSegment, OwnershipMap]] = []
         self._parameters: list[_MovingParameter] = []
         self.num_units: dict[str, int] = {}
-        routes: dict[tuple[bytes, bytes, int], _Route] = {}  # most segments move alike
+        routes: dict[tuple[bytes, bytes], _Route] = {}  # most segments move alike
         plans = []
         for segment in segments:
             before, after = segment.owned, targets.get(segment.name, segment.owned)
@@ -320,15 +309,11 @@ class UnitMove(Transaction):
             if after == before:
                 continue
             key = before.owners.tobytes(), after.owners.tobytes()
-            moving = []
-            for contents in contents_of(segment, optimizer, self._rank):
-                block = contents.unit_tensor.block
-                route = routes.get((*key, block)) or _Route(before, after, self._rank, block)
-                moving.append(_MovingParameter(contents, routes.setdefault((*key, block), route)))
+            route = routes.get(key) or routes.setdefault(key, _Route(before, after, self._rank))
+            moving = [_MovingParameter(contents, route) for contents in contents_of(segment, optimizer, self._rank)]
             self._segments.append((segment, after))
             self._parameters += moving
-            num_units = int(np.count_nonzero(before.owners != after.owners))
-            self.num_units[segment.kind] = self.num_units.get(segment.kind, 0) + num_units
+            self.num_units[segment.kind] = self.num_units.get(segment.kind, 0) + route.num_units
             plans.append([segment.name, *(owners.hex() for owners in key), [each.plan for each in moving]])
         _require_disjoint(moving.contents for moving in self._parameters)
         self.plan = fingerprint(json.dumps([max_bytes, plans]))
@@ -408,6 +393,11 @@ def _require_disjoint(of_segments: Iterable[UnitContents]) -> None:
         if other is not contents:
             names = f"{other.unit_tensor.name} and {contents.unit_tensor.name}"
             raise ValueError(f"{names} of two segments are one parameter, so they cannot move")
+
+
+def _places(owned: OwnershipMap, rank: int, units: Indices) -> Indices:
+    """Where ``units`` lie on ``rank``."""
+    return np.searchsorted(owned.units_of(rank), units)
 
 
 def _stacks(tensor: Tensor, where: UnitTensor, num_units: int) -> list[Tensor]:

@@ -59,7 +59,7 @@ def owned_step_s(
     works = [1.0 - math.fsum(segment.work for segment in segments), *(segment.work for segment in segments)]
     owned_RS = np.ones((num_ranks, len(works)))
     for number, segment in enumerate(segments, start=1):
-        owned_RS[:, number] = segment.loads(unit_counts(shares, segment))
+        owned_RS[:, number] = np.array(unit_counts(shares, segment)) * (num_ranks / segment.num_units)
     spared_RS = np.repeat(np.array(division.lent)[:, None], len(works), axis=1)
     for rank, (pruned, lent) in enumerate(zip(division.pruned, division.lent, strict=True)):
         if pruned > 0.0:
