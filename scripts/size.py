@@ -25,9 +25,9 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 45_613,
+    "package lines": 45_582,
     "package files": 270,
-    "package code lines": 29_368,
+    "package code lines": 29_340,
     "tests lines": 42_670,
     "examples lines": 12_500,
     "docs lines": 4_314,

@@ -48,15 +48,20 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 ModuleFilter = Callable[[nn.Module, str], bool]
 
 
-#: How long a rank whose shares are refused waits at most for the others, which may not be about to divide.
+#: How long a rank that fails waits at most for the others, which may not be about to divide anything.
 _MOST_WAIT = timedelta(seconds=10)
 
 
 def _tell(model: nn.Module, shares: Any, process_group: ProcessGroup, error: ValueError) -> None:
     """Let other ranks fail, too, if they are about to divide."""
     if shares is not None and not (isinstance(shares, str) and shares == "even"):
-        with suppress(Exception):
-            within(_MOST_WAIT, lambda: require_same_segments((), None, error, process_group, _device_of(model)))
+        _meet_shortly(lambda: require_same_segments((), None, error, process_group, _device_of(model)))
+
+
+def _meet_shortly(meet: Callable[[], object]) -> None:
+    """Tell ranks that wait, by a meeting that fails; nobody may wait."""
+    with suppress(Exception):
+        within(_MOST_WAIT, meet)
 
 
 def _tell_given(given: Mapping[str, Any], error: ValueError) -> None:
@@ -163,7 +168,7 @@ def convert(
     try:
         if error is not None and wanted in (None, "even"):
             if any(layer.has_dtensors for layer in layers.values()):
-                tell_waiting_ranks(error, group, _device_of(model))
+                _meet_shortly(lambda: tell_waiting_ranks(error, group, _device_of(model)))
             raise error
         if wanted == "even":
             for segment in all_segments(layers):

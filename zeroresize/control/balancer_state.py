@@ -195,11 +195,11 @@ def _name_of_statistic(parts: Parts) -> str | None:
 
 
 def _units_of_layer(units: _Units, parts: Parts, layer: BalancedLinear) -> Sequence[int]:
-    """Return which of ``units`` a layer of a segment held; those of even shares where they do not tell."""
+    """Return which of ``units`` a layer of a segment held; those of home where they do not tell."""
     segment = layer.segment
     assert segment is not None
-    even = OwnershipMap.home(len(segment.owned.owners), segment.owned.num_ranks)
-    return units[segment.name] if segment.name in units else even.units_of(parts.setup.rank).tolist()
+    home = OwnershipMap.home(len(segment.owned.owners), segment.owned.num_ranks)
+    return units[segment.name] if segment.name in units else home.units_of(parts.setup.rank).tolist()
 
 
 def _keyed_dropouts(parts: Parts) -> dict[str, UnitDropout]:

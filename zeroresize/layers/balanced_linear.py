@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import statistics
 from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn, SupportsIndex
 from weakref import WeakSet
@@ -170,7 +169,7 @@ class BalancedLinear:
     @property
     def even_part(self) -> float:
         """What an even share is of the work of :attr:`even_shape`: 1 where the ranks divide the units."""
-        return statistics.fmean(self.home) / self.home[0]
+        return sum(self.home) / (len(self.home) * self.home[0])
 
     @property
     def home_shape(self) -> torch.Size:

@@ -228,54 +228,24 @@ def split_over(
         Methods of these that look at placements, which do not say how units, or parts of different sizes, are divided.
     """
     dim, group = (0 if is_column else 1), require_group(layouts.mesh)
-    ranks = group_size(group)
-    if home:
-        _split_units(linear, layouts, parts, home, is_column=is_column, source=source)
-        return METHODS
-    strided = strided_shard(dim, len(parts)) if len(set(parts)) == 1 and len(parts) > 1 else None
+    strided = strided_shard(dim, len(parts)) if len(set(parts)) == 1 and len(parts) > 1 and not home else None
     placements = {"weight": strided or Shard(dim), "bias": (strided or Shard(0)) if is_column else Replicate()}
-    refused = () if len(parts) == 1 else METHODS if strided is None else OF_CHECKPOINTS
-    for name, placement in placements.items():
-        parameter = getattr(linear, name)
-        if parameter is not None:
-            whole = parameter.detach()
-            if refused == METHODS and not placement.is_replicate():  # in the order in which ranks hold it
-                whole = torch.cat([part_of_rank(whole, dim, parts, (1,) * ranks, rank) for rank in range(ranks)], dim)
-            divided = distribute_tensor(whole, layouts.mesh, [placement], src_data_rank=source)
-            setattr(linear, name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
-            guard_dtensors([getattr(linear, name)], are_away=False, refused=refused)
-    return refused
-
-
-def _split_units(
-    linear: nn.Linear,
-    layouts: LinearLayouts,
-    parts: Sequence[int],
-    home: Sequence[int],
-    *,
-    is_column: bool,
-    source: int | None,
-) -> None:
-    """Make the parameters DTensors of which each rank holds whole units."""
-    group = require_group(layouts.mesh)
+    refused = OF_CHECKPOINTS if strided is not None else METHODS if home or len(parts) > 1 else ()
     for name, parameter in dict(linear.named_parameters(recurse=False)).items():
-        whole, placement = parameter.detach(), Shard(0 if is_column else 1)
-        if source is not None and not whole.is_meta:
-            message = whole.to(message_device(group, whole.device), copy=True)
-            broadcast(message, source, group)
-            whole = message.to(whole.device)
-        is_divided = name == "weight" or is_column
-        local = part_of_rank(whole, placement.dim, parts, home, group_rank(group)) if is_divided else whole
-        divided = DTensor.from_local(
-            local,
-            layouts.mesh,
-            [placement if is_divided else Replicate()],
-            run_check=False,
-            shape=whole.shape,
-            stride=whole.stride(),
-        )
+        whole, placement = parameter.detach(), placements[name]
+        if refused == METHODS and not placement.is_replicate():  # of which torch would give ranks other features
+            if source is not None and not whole.is_meta:
+                message = whole.to(message_device(group, whole.device), copy=True)
+                broadcast(message, source, group)
+                whole = message.to(whole.device)
+            local = part_of_rank(whole, dim, parts, home or (1,) * group_size(group), group_rank(group))
+            layout, shape, stride = [placement], whole.shape, whole.stride()
+            divided = DTensor.from_local(local, layouts.mesh, layout, run_check=False, shape=shape, stride=stride)
+        else:
+            divided = distribute_tensor(whole, layouts.mesh, [placement], src_data_rank=source)
         setattr(linear, name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
-        guard_dtensors([getattr(linear, name)], are_away=False, refused=METHODS if is_divided else ())
+        guard_dtensors([getattr(linear, name)], are_away=False, refused=refused)
+    return refused
 
 
 def become_dtensor_linear(

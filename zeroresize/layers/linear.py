@@ -28,7 +28,7 @@ from zeroresize.comm.collectives import (
 )
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.local_parts import on_tokens
-from zeroresize.layers.splitting import Parts, checked_parts, keep_ties, part_of_rank, units_of_layer
+from zeroresize.layers.splitting import Parts, checked_parts, keep_ties, part_of_rank
 from zeroresize.plan.ownership import home_counts
 from zeroresize.utils.checked import checked, integer
 
@@ -291,13 +291,20 @@ class RowParallelLinear(_ParallelLinear):
 def num_units_to_divide(
     linear: Any, features: str, parts: Parts, unit_size: int | None, process_group: ProcessGroup, whose: str
 ) -> int:
-    """Return how many units a group's ranks divide, or their number where they must divide a layer evenly.
+    """Return how many units of a layer, or of its smallest part, ranks divide; without units, the number of ranks.
 
     It is checked before anything is made.
     """
     size, num_ranks = getattr(linear, features), group_size(process_group)
     if unit_size is not None:
-        return units_of_layer(linear, features, parts, unit_size, num_ranks, whose)
+        least = size // max(parts, 1) if isinstance(parts, int) else min(parts, default=size)
+        num_units, left = divmod(least, unit_size)
+        if left or num_units < num_ranks:
+            raise ValueError(
+                f"{whose}: unit_size={unit_size} makes {least / unit_size:g} units of {least} features: allowed are "
+                f"sizes that divide them, and leave each of the {num_ranks} ranks one unit at least"
+            )
+        return num_units
     if size % num_ranks:
         raise ValueError(
             f"{whose}: {features}={size} is not divisible by the {num_ranks} ranks of the process group, in a layer "

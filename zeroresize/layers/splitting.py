@@ -52,19 +52,6 @@ def checked_parts(parts: Parts, size: int, num_shares: int, whose: str, shares: 
     return sizes
 
 
-def units_of_layer(linear: Any, features: str, parts: Parts, unit_size: int, num_ranks: int, whose: str) -> int:
-    """Return how many units of so many features a layer, or the smallest of its parts, has; at least one a rank."""
-    size = getattr(linear, features)
-    least = size // max(parts, 1) if isinstance(parts, int) else min(parts, default=size)
-    num_units, left = divmod(least, unit_size)
-    if left or num_units < num_ranks:
-        raise ValueError(
-            f"{whose}: unit_size={unit_size} makes {least / unit_size:g} units of {least} features: allowed are sizes "
-            f"that divide them, and leave each of the {num_ranks} ranks one unit at least"
-        )
-    return num_units
-
-
 def part_of_rank(tensor: Tensor, dim: int, parts: Sequence[int], home: Sequence[int], rank: int) -> Tensor:
     """Return what ``rank`` holds of the undivided ``tensor``, a copy: its share of each part along ``dim``.
 

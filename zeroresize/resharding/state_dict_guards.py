@@ -91,7 +91,7 @@ def _first_shard_in(state: Mapping[str, Any], model: nn.Module) -> str | None:
         full_names = {key: f"{prefix}.{key}".lstrip(".") for key in (*parameters_of(module), *buffers_of(module))}
         names.update(full_names.values())
         if isinstance(module, BalancedLinear):
-            of_units = 0 if module.is_column_parallel else 1
+            of_units = module.divided_dim
             sizes = module.whole_size, (module.home_shape[of_units], module.local_weight.shape[of_units])
             dims = {"weight": of_units ^ module.weight_is_transposed} | ({} if of_units else {"bias": 0})
             divided.update({full_names[key]: (dim, *sizes) for key, dim in dims.items() if key in full_names})

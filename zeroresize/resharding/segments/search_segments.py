@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from datetime import timedelta
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,13 +24,10 @@ from zeroresize.resharding.agreement import gather_texts, make_alike, meet_over
 from zeroresize.resharding.data_parallel import unwrap
 from zeroresize.resharding.parameter_state import replace_data
 from zeroresize.resharding.state_dict_guards import guard_modules
-from zeroresize.utils.deadline import within
 from zeroresize.utils.texts import alike, at_fault, by_rank, lists_by_rank
 
 logger = logging.getLogger(__name__)
 
-#: What ranks agree on before layers are cut anew; how long one that has failed waits for those that have not.
-_WHOLE_UNITS, _MOST_WAIT = "the units that ranks are to hold whole", timedelta(seconds=10)
 #: So many layers a log line names.
 _MOST_NAMED = 4
 
@@ -53,7 +48,7 @@ def search_segments(
     if isinstance(named, Segment) or not all(isinstance(segment, Segment) for segment in named):
         raise ValueError(f"segments={named!r}: wanted is a list of zeroresize.Segment")
     segments, staying_even = find_segments(unwrap(model), layers, group_size(process_group), named)
-    _hold_whole_units([one for one in segments if not one.is_held_whole], process_group)
+    _hold_whole_units([each for each in segments if not each.is_held_whole], process_group)
     reasons = why_not_keyable(unwrap(model), segments)
     for segment in segments:
         if segment.name in reasons:
@@ -79,7 +74,7 @@ def _hold_whole_units(segments: Sequence[OwnedSegment], process_group: ProcessGr
                 raise ValueError(f"{where.name} has a gradient, and ranks hold other rows of it now: convert before")
         return {segment.name: (segment.layers, segment.owned.counts) for segment in segments}
 
-    make_alike(meet_over(process_group, device), plan, lambda plan: plan, _WHOLE_UNITS)
+    _agree_on_whole_units(plan, process_group, device)
     for segment in segments:
         for where in segment.tensors:
             whole: Any = where.parameter
@@ -92,14 +87,19 @@ def _hold_whole_units(segments: Sequence[OwnedSegment], process_group: ProcessGr
 
 
 def tell_waiting_ranks(error: Exception, process_group: ProcessGroup, device: torch.device) -> None:
-    """Let ranks fail, too, that are about to hold whole units, as this one has failed."""
+    """Let ranks fail, too, that are about to hold whole units, as this one has failed; raises what it is given."""
 
-    def fail() -> None:
+    def fail() -> dict[str, Any]:
         raise error
 
-    with suppress(Exception):
-        meet = meet_over(process_group, device)
-        within(_MOST_WAIT, lambda: make_alike(meet, fail, lambda _: None, _WHOLE_UNITS))
+    _agree_on_whole_units(fail, process_group, device)
+
+
+def _agree_on_whole_units(
+    plan: Callable[[], dict[str, Any]], process_group: ProcessGroup, device: torch.device
+) -> None:
+    meet = meet_over(process_group, device)
+    make_alike(meet, plan, lambda made: made, "the units that ranks are to hold whole")
 
 
 def log_staying_even(staying_even: Mapping[str, str]) -> None:

@@ -63,7 +63,9 @@ class StepTimes:
     @property
     def at_even_shares(self) -> StepTimes:
         """Return the times if the products were those of an even share, in proportion."""
-        factor = 1.0 / (self.shares.owned or 1.0)
+        if self.shares.owned in (0.0, 1.0):
+            return self
+        factor = 1.0 / self.shares.owned
         busy_s = self.busy_s + (factor - 1.0) * (self.gemm_s + self.gather_fill_s)
         return dataclasses.replace(
             self, busy_s=busy_s, gemm_s=factor * self.gemm_s, gather_fill_s=factor * self.gather_fill_s
