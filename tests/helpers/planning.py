@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from helpers.stores import start_forkserver
 from zeroresize.microbatch import planners
 
 
@@ -118,8 +119,7 @@ def _raise(text):
 
 def fork_planners(monkeypatch):
     """Let planners start at once in this process and its forks: from one process that has imported everything."""
-    forkserver.set_forkserver_preload(["zeroresize.microbatch.planners"])
-    forkserver.ensure_running()
+    start_forkserver()
     monkeypatch.setattr(forkserver._forkserver, "ensure_running", lambda: None)  # a fork cannot ask for it
     monkeypatch.setattr(planners, "_START_METHOD", "forkserver")
 

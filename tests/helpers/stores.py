@@ -7,6 +7,9 @@ import os
 import signal
 import time
 from datetime import timedelta
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 
 from torch.distributed import TCPStore
 
@@ -21,15 +24,9 @@ class StoreKeeper:
     """
 
     def __init__(self, **options: float) -> None:
-        fork = multiprocessing.get_context("fork")
-        here, there = fork.Pipe()
-
-        def keep() -> None:
-            store = served_store()
-            there.send(store.port)
-            time.sleep(100.0)
-
-        self._process = fork.Process(target=keep, daemon=True)
+        server = start_forkserver()
+        here, there = server.Pipe()
+        self._process = server.Process(target=_keep, args=(there,), daemon=True)
         self._process.start()
         self.port = here.recv()
         self.store = self.another(**options)
@@ -54,3 +51,20 @@ class StoreKeeper:
     def end(self) -> None:
         self.store.close()
         self.kill()
+
+
+def start_forkserver() -> ForkServerContext:
+    """A process without threads, which has imported everything, to start processes from.
+
+    A fork of this process would keep the locks that its threads hold, and wait for them: threads of the test before
+    may still say why their store is away.
+    """
+    forkserver.set_forkserver_preload(["zeroresize.microbatch.planners", "zeroresize.microbatch.store"])
+    forkserver.ensure_running()
+    return multiprocessing.get_context("forkserver")
+
+
+def _keep(pipe: Connection) -> None:
+    store = served_store()
+    pipe.send(store.port)
+    time.sleep(100.0)
