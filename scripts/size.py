@@ -25,13 +25,13 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 45_582,
-    "package files": 270,
-    "package code lines": 29_340,
-    "tests lines": 42_670,
-    "examples lines": 12_500,
-    "docs lines": 4_314,
-    "tuning constants": 147,
+    "package lines": 46_261,
+    "package files": 272,
+    "package code lines": 29_820,
+    "tests lines": 43_620,
+    "examples lines": 12_705,
+    "docs lines": 4_345,
+    "tuning constants": 148,
 }
 
 

@@ -170,6 +170,12 @@ def cheap_moves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def copies_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of models so small that sums of gradients would take longer than products, heads move one by one."""
+    monkeypatch.setattr("zeroresize.control.mover.measure_copies", lambda *_: (0.0, 1.0))
+
+
+@pytest.fixture
 def lending_is_dear(monkeypatch: pytest.MonkeyPatch) -> None:
     """As virtual time does not count transfers, lending would cost nothing, and moving bring nothing more."""
     monkeypatch.setattr("zeroresize.measure.calibration.measure_migration_cost", lambda *_: MigrationCost(fixed_s=1e3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 
 import numpy as np
@@ -373,21 +374,21 @@ def from_units(by_units, description):
 
 def gathered(tensor, description, owned, group):
     """[U, rows of all parts, ...] with the units of all ranks in ascending order."""
-    num_units = owned.counts[dist.get_rank(group)]
+    num_units = len(description.held(owned, dist.get_rank(group)))
     own_part = by_unit(torch.zeros_like(description.parameter) if tensor is None else tensor, description, num_units)
     parts = [None] * owned.num_ranks
     dist.all_gather_object(parts, own_part, group=group)
-    whole = own_part.new_empty(len(owned.owners), *own_part.shape[1:])
-    for rank, part in enumerate(parts):
-        whole[torch.from_numpy(owned.units_of(rank))] = part
+    whole = own_part.new_empty(len(owned.owners) // description.block, *own_part.shape[1:])
+    for rank, part in reversed(list(enumerate(parts))):  # the first rank that holds a block has its gradient
+        whole[torch.from_numpy(description.held(owned, rank))] = part
     return whole
 
 
 def hold(segment, owned, group):
     """Let every rank hold the units that ``owned`` gives it."""
-    mine = torch.from_numpy(owned.units_of(dist.get_rank(group)))
     for description in segment.tensors:
         whole = gathered(description.parameter, description, segment.owned, group)
+        mine = torch.from_numpy(description.held(owned, dist.get_rank(group)))
         part = from_units(whole[mine], description)
         description.parameter.data = part.clone(memory_format=torch.contiguous_format)
         description.parameter.grad = None
@@ -399,13 +400,14 @@ def uneven_maps(segment):
     """All kinds of them: nearly nothing, nothing on one rank, units that do not lie beside each other."""
     num_units, num_ranks = len(segment.owned.owners), segment.owned.num_ranks
     units = np.arange(num_units)
-    return [
-        OwnershipMap((units > 0) * (num_ranks - 1), num_ranks),
-        OwnershipMap(np.zeros_like(units), num_ranks),
-        OwnershipMap(np.full_like(units, num_ranks - 1), num_ranks),
-        OwnershipMap(units % num_ranks, num_ranks),
-        OwnershipMap(num_ranks - 1 - units * num_ranks // num_units, num_ranks),
+    owners = [
+        (units > 0) * (num_ranks - 1),
+        np.zeros_like(units),
+        np.full_like(units, num_ranks - 1),
+        units % num_ranks,
+        num_ranks - 1 - units * num_ranks // num_units,
     ]
+    return [dataclasses.replace(segment.owned, owners=of_units) for of_units in owners]
 
 
 def results(model, segments, compute, group):

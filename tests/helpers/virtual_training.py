@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zeroresize as zr
+from zeroresize.conversion import balanced_layers
 from zeroresize.kernels.probe import ProductProbe
 from zeroresize.measure import calibration, clocks, step_timer, timed_products
 from zeroresize.plan.layer import LayerPlan
@@ -96,7 +97,7 @@ class Run:
         self.time = VirtualTime(gather_s)
         self.time.chi = (chi or {}).get(dist.get_rank(), 1.0)
         self.model = zr.convert(model(group), process_group=group)
-        keep_time(self.time, (self.model.up, self.model.down))
+        keep_time(self.time, balanced_layers(self.model).values())
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.balancer = zr.Balancer(
             self.model, self.optimizer, process_group=group, config=self.config, on_update=on_update

@@ -2,7 +2,7 @@
 
 import pytest
 import torch.distributed as dist
-from helpers.hosts import DEPTH, HEADS, HIDDEN, KV_HEADS, MLP, Host, build, compute
+from helpers.hosts import DEPTH, HEADS, HIDDEN, MLP, Host, build, compute
 from helpers.on_ranks import on_ranks
 from helpers.parallel_layers import assert_any_owner_computes_the_same
 from helpers.segments import convert_and_find
@@ -17,7 +17,7 @@ HEAD = HIDDEN // HEADS
 ATTENTION = {
     "ViT": ("heads", HEADS, [(HEAD,)] * 4),
     "Bert": ("heads", HEADS, [(HEAD,)] * 4),
-    "Llama": ("KV groups", KV_HEADS, [(2 * HEAD,), (HEAD,), (HEAD,), (2 * HEAD,)]),
+    "Llama": ("heads", HEADS, [(HEAD,)] * 4),
     "GPT2": ("heads", HEADS, [(HEAD,) * 3, (HEAD,)]),
 }
 

@@ -15,8 +15,9 @@ pytestmark = pytest.mark.slow
 HEAD = HIDDEN // HEADS
 GROUPS = HEADS // KV_HEADS
 HEADS_OF = {
-    **dict.fromkeys(("ViT", "DeiT", "Bert", "Roberta", "Mistral"), ("heads", HEADS, [(HEAD,)] * 3, HEAD)),
-    **dict.fromkeys(("Llama", "Qwen2"), ("KV groups", KV_HEADS, [(GROUPS * HEAD,), (HEAD,), (HEAD,)], GROUPS * HEAD)),
+    **dict.fromkeys(
+        ("ViT", "DeiT", "Bert", "Roberta", "Mistral", "Llama", "Qwen2"), ("heads", HEADS, [(HEAD,)] * 3, HEAD)
+    ),
     "GPT2": ("heads", HEADS, [(HEAD,) * 3], HEAD),
 }
 

@@ -60,7 +60,7 @@ def test_a_decoder_that_was_split_when_loaded_trains_as_whole_and_is_saved_whole
         with torch.no_grad():
             assert model(**batch(7)).loss.item() == pytest.approx(host(**batch(7)).loss.item(), abs=1e-12)
         heads_move = kind != "qwen3" or IS_5
-        assert kinds_of_units(model) == (["KV groups", "neurons"] if heads_move else ["neurons"])
+        assert kinds_of_units(model) == (["heads", "neurons"] if heads_move else ["neurons"])
         values, balancer = trained_with_moves(model)
         if heads_move:  # else the ranks' norms of heads go ways of their own, without us, too
             assert values == pytest.approx(expected, abs=1e-6)  # norms of some decoders compute in float32
@@ -98,9 +98,9 @@ def test_gpt2_cannot_be_split_by_torch_and_is_told_so(run_ranks):
     run_ranks(check, 2)
 
 
-@pytest.mark.parametrize("neurons", [52, 51])
-def test_heads_and_neurons_that_ranks_do_not_divide_are_held_whole(run_ranks, tmp_path, monkeypatch, neurons):
-    sizes = {"hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": neurons}
+@pytest.mark.parametrize(("neurons", "kv_heads"), [(52, 3), (51, 3), (52, 1)])
+def test_heads_and_neurons_that_ranks_do_not_divide_are_held_whole(run_ranks, tmp_path, monkeypatch, neurons, kv_heads):
+    sizes = {"hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": kv_heads, "intermediate_size": neurons}
     monkeypatch.setitem(DECODERS, "llama", ("Llama", {**DECODERS["llama"][1], **sizes}))
     whole = whole_decoder("llama")
     whole.save_pretrained(tmp_path / "whole")
@@ -116,12 +116,12 @@ def test_heads_and_neurons_that_ranks_do_not_divide_are_held_whole(run_ranks, tm
         zr.convert(model)
         assert all(now is before for now, before in zip(model.parameters(), parameters, strict=True))
         attention, feed_forward = model.model.layers[1].self_attn, model.model.layers[1].mlp
-        assert local_of(attention.k_proj.weight).shape == (8 if rank == 0 else 4, 24)
+        assert local_of(attention.k_proj.weight).shape == (8 if rank == 0 and kv_heads == 3 else 4, 24)
         assert local_of(feed_forward.up_proj.weight).shape[0] == neurons // 2 + (rank == 0) * neurons % 2
         values, balancer = trained_with_moves(model)
         assert values == pytest.approx(expected, abs=1e-6)
         with pytest.raises(RuntimeError, match="unit_size"):
-            model.model.layers[0].self_attn.q_proj.weight.full_tensor()
+            model.model.layers[0].self_attn.k_proj.weight.full_tensor()
         balancer.move((3, 1))
         state = zr.sharded_state_dict(model)
         torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "trained")

@@ -189,7 +189,7 @@ def test_colossalais_masters_moments_and_working_weights_stay(run_ranks, colossa
 
 def test_a_step_that_failed_leaves_nothing_behind():
     weight = nn.Parameter(torch.ones(4, COLUMNS))
-    layer = SimpleNamespace(weight=weight, local_weight=weight, plan=plan_of([0, 3]), training=True)
+    layer = SimpleNamespace(weight=weight, local_weight=weight, plan=plan_of([0, 3]), training=True, shared_rows=None)
     optimizer = torch.optim.SGD([layer.weight], lr=0.1)
     freezer = ColumnFreezer({"layer": layer}, optimizer)
 

@@ -91,7 +91,8 @@ WRONG = {
     "TensorBoardTelemetry": rows(PATH, "folder") | rows(SEED, "from_step"),
     "Segment": rows((3, NAN, [3], "ab"), "column")
     | rows((3, NAN, -1), "row")
-    | rows(COUNT, "unit_size head_size")
+    | rows((3, NAN, [3], "ab"), "shared")
+    | rows(COUNT, "unit_size head_size group_size")
     | rows(SEED, "min_units")
     | rows((NAN, "2"), "parts")
     | rows(FUNCTION, "on_change why_even")

@@ -58,15 +58,16 @@ class TensorDivision:
     padding: int = 0
 
 
-def unit_pieces(units: Indices, num_units: int, rows: Sequence[int]) -> list[Piece]:
+def unit_pieces(units: Indices, num_units: int, rows: Sequence[int], *, each: bool = False) -> list[Piece]:
     """Return the pieces of a rank that owns some units: runs of neighbours in every part, such as q, k and v.
 
     Args:
         units: that this rank owns, ascending.
         num_units: of all ranks together, in every part.
         rows: neighbours that one unit has, in each part.
+        each: whether every unit is a piece, so that copies on several ranks are the same pieces.
     """
-    runs = np.split(units, np.flatnonzero(np.diff(units) != 1) + 1) if len(units) else []
+    runs = np.split(units, np.flatnonzero((np.diff(units) != 1) | each) + 1) if len(units) else []
     pieces: list[Piece] = []
     begin = local_begin = 0
     for of_part in rows:
@@ -74,7 +75,7 @@ def unit_pieces(units: Indices, num_units: int, rows: Sequence[int]) -> list[Pie
             pieces.append(Piece(begin + int(run[0]) * of_part, local_begin, len(run) * of_part))
             local_begin += len(run) * of_part
         begin += num_units * of_part
-    return _joined(pieces)
+    return pieces if each else _joined(pieces)
 
 
 @dataclass

@@ -105,9 +105,11 @@ def _of_balanced(layer: Any, tensors: dict[str, Tensor]) -> tuple[dict[int, Tens
         parts = layer.parts or (layer.whole_size,)
         divisions = {}
         if "weight" in tensors:
-            divisions[id(tensors["weight"])] = _by_home(dim ^ layer.weight_is_transposed, parts, home, rank)
+            divisions[id(tensors["weight"])] = _by_home(
+                dim ^ layer.weight_is_transposed, parts, home, rank, layer.begins
+            )
         if layer.is_column_parallel and "bias" in tensors:
-            divisions[id(tensors["bias"])] = _by_home(0, parts, home, rank)
+            divisions[id(tensors["bias"])] = _by_home(0, parts, home, rank, layer.begins)
         is_made = "weight" not in tensors and not layer.has_dtensors  # of other tensors, in every forward
     doubtful = {name: tensor for name, tensor in tensors.items() if id(tensor) not in divisions}
     if is_made and ranks > 1:
@@ -118,11 +120,11 @@ def _of_balanced(layer: Any, tensors: dict[str, Tensor]) -> tuple[dict[int, Tens
 
 
 def _of_units(where: UnitTensor, segment: OwnedSegment, rank: int) -> TensorDivision:
-    num_units, rows = len(segment.owned.owners), where.rows
+    num_units, rows = len(segment.owned.owners) // where.block, where.rows
     return TensorDivision(
         where.dim,
         num_units * sum(rows),
-        lambda: unit_pieces(segment.owned.units_of(rank), num_units, rows),
+        lambda: unit_pieces(where.held(segment.owned, rank), num_units, rows, each=where.owner.shared_rows is not None),
     )
 
 
@@ -130,10 +132,13 @@ def _evenly(dim: int, parts: Sequence[int], num_ranks: int, rank: int) -> Tensor
     return _by_home(dim, parts, (1,) * num_ranks, rank)
 
 
-def _by_home(dim: int, parts: Sequence[int], home: Sequence[int], rank: int) -> TensorDivision:
-    """Of each part a rank has ``home[rank]`` of ``sum(home)`` units."""
-    units = np.arange(sum(home[:rank]), sum(home[: rank + 1]))
-    pieces = unit_pieces(units, sum(home), [size // sum(home) for size in parts])
+def _by_home(
+    dim: int, parts: Sequence[int], home: Sequence[int], rank: int, begins: Sequence[int] = ()
+) -> TensorDivision:
+    """Of each part a rank has ``home[rank]`` units, from ``begins[rank]`` on where several ranks have some."""
+    begin, num_units = (begins[rank], begins[-1] + home[-1]) if begins else (sum(home[:rank]), sum(home))
+    units = np.arange(begin, begin + home[rank])
+    pieces = unit_pieces(units, num_units, [size // num_units for size in parts], each=bool(begins))
     return TensorDivision(dim, sum(parts), lambda: pieces)
 
 

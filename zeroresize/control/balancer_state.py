@@ -16,7 +16,6 @@ from zeroresize.layers.functional import LastGradients
 from zeroresize.layers.segments import all_segments, homes_of_layers, shape_with
 from zeroresize.layers.unit_dropout import UnitDropout
 from zeroresize.measure.rank_monitor import MonitorState
-from zeroresize.plan.ownership import OwnershipMap
 from zeroresize.policy.tensor.columns.selector import SelectorState
 from zeroresize.resharding.agreement import text_numbers, text_of
 from zeroresize.utils import codec
@@ -198,7 +197,7 @@ def _units_of_layer(units: _Units, parts: Parts, layer: BalancedLinear) -> Seque
     """Return which of ``units`` a layer of a segment held; those of home where they do not tell."""
     segment = layer.segment
     assert segment is not None
-    home = OwnershipMap.home(len(segment.owned.owners), segment.owned.num_ranks)
+    home = segment.owned.at_home
     return units[segment.name] if segment.name in units else home.units_of(parts.setup.rank).tolist()
 
 

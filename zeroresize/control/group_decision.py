@@ -161,6 +161,14 @@ class GroupDecision:
         for controller in (self.controller, *self.what_if.controllers):
             controller.expect_memory(memory)
 
+    def expect_segments(self, segments: Sequence[SegmentWork], *, are_blocks_whole: bool) -> None:
+        """Count units of these segments from now on, as what carries decisions out does; alike on all ranks."""
+        self._segments = segments
+        for controller in (self.controller, *self.what_if.controllers):
+            controller.ownership.expect_segments(segments, are_blocks_whole=are_blocks_whole)
+        if self.memory is not None:
+            self.expect_memory(self.memory.of_segments(segments))
+
     def expect_moves(self, cost: MoveCost, bytes_of_units: float, comparing_s: float = 0.0) -> None:
         """Learn what moves cost, as :meth:`.Controller.expect_moves`; alike on all ranks."""
         for controller in (self.controller, *self.what_if.controllers):

@@ -46,8 +46,8 @@ class MemoryWatch:
             owned = segment.owned
             for tensor in {id(tensor.parameter): tensor for tensor in segment.tensors}.values():
                 of_unit = tensor.elements_of_unit * of_element(tensor.parameter)
-                of_units_here += of_unit * owned.counts[self._setup.rank]
-                of_even_share += of_unit * len(owned.owners) / owned.num_ranks
+                of_units_here += of_unit * len(tensor.held(owned, self._setup.rank))
+                of_even_share += of_unit * len(owned.owners) / tensor.block / owned.num_ranks
         model = self._setup.model
         everything = math.fsum(local_of(tensor).numel() * of_element(tensor) for tensor in model.parameters())
         everything += sum(local_of(tensor).nbytes for tensor in model.buffers())

@@ -24,6 +24,7 @@ from zeroresize.integrations.named_segments import require_sound
 from zeroresize.integrations.packed_layers import REMEDY, described, require_right_parts
 from zeroresize.integrations.traced_segments import FromOutside, NotProven, TracedAgain, reached_around, traced_segment
 from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.linear import ParallelLinear
 from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segment import OwnedSegment, Segment, UnitTensor
 from zeroresize.layers.splitting import checked_parts
@@ -93,10 +94,10 @@ class _Search:
         return f"its input is no output of a column-parallel layer: {_NAME_IT}"
 
     def take_named(self, segment: Segment) -> None:
-        given = [(layer, True) for layer in segment.column] + [(segment.row, False)]
+        given = [(layer, True) for layer in (*segment.column, *segment.shared)] + [(segment.row, False)]
         try:
             *columns, row = [self._named_layer(layer, is_column=is_column) for layer, is_column in given]
-            if not columns:
+            if not segment.column:
                 raise StaysEven("it names no column-parallel layer")
             self._take(segment, columns, row)
         except StaysEven as error:
@@ -110,7 +111,10 @@ class _Search:
         for module in self._modules.values():
             try:
                 for segment in registered_segments(module):
-                    names = [self._names.get(id(layer), ["?"])[0] for layer in (*segment.column, segment.row)]
+                    names = [
+                        self._names.get(id(layer), ["?"])[0]
+                        for layer in (*segment.column, *segment.shared, segment.row)
+                    ]
                     self._take_registered(segment, names)
             except StaysEven as error:
                 name = self._names[id(module)][0]
@@ -197,21 +201,32 @@ class _Search:
     def _owned(self, segment: Segment, columns: Sequence[str], row: str) -> OwnedSegment:
         unit_size, num_inputs = segment.unit_size, self._layers[row].whole_size
         num_units, left = divmod(num_inputs, unit_size)
-        owned = OwnershipMap.home(num_units, self._num_ranks)
+        block = segment.group_size
+        if num_units % block:
+            raise StaysEven(f"{num_units} units are no whole groups of group_size={block}")
+        if block > 1 and not segment.shared:
+            raise StaysEven(f"group_size={block} needs the layers whose rows units share: name them by shared=")
+        owned = OwnershipMap.home(num_units, self._num_ranks, block)
         num_here, names = min(owned.counts), (*columns, row)
         if left or not num_here:
             raise StaysEven(
-                f"{row} reads {num_inputs} features, which are no whole units of unit_size={unit_size} for each of "
-                f"{self._num_ranks} ranks"
+                f"{row} reads {num_inputs} features, which are no whole units of unit_size={unit_size}"
+                f"{f', in groups of {block},' if block > 1 else ''} for each of {self._num_ranks} ranks"
             )
-        tensors = [each for name in columns for each in self._tensors(name, self._rows(name, segment, num_units))]
+        tensors: list[UnitTensor] = []
+        for number, name in enumerate(columns):
+            of_layer = 1 if number < len(segment.column) else block
+            rows = self._rows(name, segment, num_units // of_layer)
+            if of_layer > 1 and len(rows) > 1:
+                raise StaysEven(f"{name} holds several parts, whose rows no units can share")
+            tensors += self._tensors(name, rows, of_layer)
         if len(self._layers[row].parts or ()) > 1:
             raise StaysEven(f"{row} reads several parts, parts={self._layers[row].parts}")
         if segment.min_units > num_here:
             raise StaysEven(f"min_units={segment.min_units}: allowed are 0 to {num_here}, what a rank has")
         # torch's clipping by the largest element is an error on a rank whose part of a DTensor is empty.
         least = max(segment.min_units, int(any(self._layers[name].has_dtensors for name in names)))
-        quantum = neuron_quantum(num_units, self._num_ranks) if unit_size == 1 else 1
+        quantum = neuron_quantum(num_units, self._num_ranks) if unit_size == block == 1 else 1
         held = OwnedSegment(
             name=row,
             kind=segment.kind,
@@ -226,7 +241,8 @@ class _Search:
             dropouts=tuple(segment.dropouts),
             has_other_dropout=segment.has_other_dropout,
         )
-        if not held.is_held_whole and (cut := next(filter(_stays_cut, held.modules), None)) is not None:
+        cut = next((where.owner for where in held.cut if _stays_cut(where)), None)
+        if cut is not None:
             name = self._name_of(cut)
             raise StaysEven(
                 f"{name} is divided {' : '.join(map(str, cut.home))}, not by whole units of unit_size={unit_size}, "
@@ -249,12 +265,12 @@ class _Search:
             )
         return tuple(part // num_units for part in parts)
 
-    def _tensors(self, name: str, rows: tuple[int, ...]) -> Iterator[UnitTensor]:
+    def _tensors(self, name: str, rows: tuple[int, ...], block: int = 1) -> Iterator[UnitTensor]:
         layer: Any = self._layers[name]
         dim = 0 if layer.is_column_parallel != layer.weight_is_transposed else 1
-        yield UnitTensor(layer, "weight", f"{name}.weight", dim, rows)
+        yield UnitTensor(layer, "weight", f"{name}.weight", dim, rows, block)
         if layer.is_column_parallel and parameters_of(layer).get("bias") is not None:
-            yield UnitTensor(layer, "bias", f"{name}.bias", 0, rows)
+            yield UnitTensor(layer, "bias", f"{name}.bias", 0, rows, block)
 
     def _require_movable(self, name: str) -> None:
         layer: Any = self._layers[name]
@@ -322,10 +338,14 @@ def _still_sound(
     return ask
 
 
-def _stays_cut(layer: Any) -> bool:
-    """Whether what ranks hold of a layer stays as it is: of torch's DTensors they may hold other parts."""
-    is_plain = layer.has_dtensors and not layer.refused_at_home and len(layer.parts) == 1
-    return not is_plain or layer.is_sharded_further(layer.weight) or layer.weight.is_meta
+def _stays_cut(where: UnitTensor) -> bool:
+    """Whether what ranks hold of a parameter stays as it is: of torch's DTensors, and of shared rows, they may hold
+    other parts.
+    """
+    layer = where.owner
+    is_known = layer.has_dtensors or (where.block > 1 and isinstance(layer, ParallelLinear))
+    may_change = is_known and not layer.refused_at_home and len(layer.parts or ()) == 1
+    return not may_change or layer.is_sharded_further(layer.weight) or layer.weight.is_meta
 
 
 def reads_its_slice(layer: Any) -> bool:

@@ -48,8 +48,10 @@ def require_heads_on_ranks(model: nn.Module) -> None:
         for name, layer in module.named_children() if size else ():
             ranks = _ranks_of_rows(layer) if _QKV.fullmatch(name) else 1
             heads, left = divmod(layer.out_features, size) if ranks > 1 else (0, 0)
-            home = layer.home if isinstance(layer, BalancedLinear) else (1,) * ranks
-            if not left and any(heads * here % sum(home) for here in home):
+            rows = [heads * size / ranks]
+            if isinstance(layer, BalancedLinear) and ranks > 1:
+                rows = [layer.home_shape_on(rank)[0] for rank in range(ranks)]
+            if not left and any(of_rank % size for of_rank in rows):
                 raise ValueError(
                     f"{path}.{name} has {heads} heads of {size} rows and is split over {ranks} ranks, which cuts "
                     "through heads: each rank needs whole ones, and one KV head at least. Split it with unit_size=, "

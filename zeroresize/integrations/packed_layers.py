@@ -56,7 +56,7 @@ def require_right_parts(
         if not layer.is_column_parallel or layer.why_even is not None or (parts is None and name in with_given_parts):
             continue
         cuts, inner = _cuts_of(name, layer, modules)
-        of_whole, here = sum(layer.home), layer.home[group_rank(layer.process_group)]
+        of_whole, here = layer.num_units_at_home, layer.home[group_rank(layer.process_group)]
         bounds = {end * here // of_whole for end in itertools.accumulate(parts or ())}
         wrong = next((operation for operation, ends in cuts.items() if not ends <= bounds), None)
         if wrong is not None and parts is None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,7 +23,7 @@ from zeroresize.integrations.changed_modules import remembered_by, why_changed, 
 from zeroresize.integrations.known_modules import SegmentAdapter, StaysEven, is_elementwise_module, register_by_name
 from zeroresize.integrations.unit_proof import require_unmixed_in_call
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.layers.segment import Segment
+from zeroresize.layers.segment import OnChange, Segment
 
 #: The dimension of attention probabilities [B, heads, T, T] that holds heads.
 _HEADS = 1
@@ -67,24 +69,33 @@ def _encoder_layer(module: Any) -> Segment | None:
 
 def _llama_attention(module: Any) -> Segment:
     groups, head_size = getattr(module, "num_key_value_groups", 1), module.head_dim
+    if isinstance(module.q_proj, BalancedLinear) and isinstance(module.k_proj, BalancedLinear):
+        groups, left = divmod(module.q_proj.whole_size, module.k_proj.whole_size)  # what the module says follows heads
+        if left:
+            raise StaysEven("its queries' features are no multiple of its keys'")
 
     def set_heads(units: list[int]) -> None:
+        of_each = math.gcd(*Counter(unit // groups for unit in units).values()) or groups
         counts = {
-            "num_heads": len(units) * groups,
-            "num_key_value_heads": len(units),
-            "hidden_size": len(units) * groups * head_size,
+            "num_heads": len(units),
+            "num_key_value_heads": len(units) // of_each,
+            "num_key_value_groups": of_each,
+            "hidden_size": len(units) * head_size,
         }
         for name, count in counts.items():
             if hasattr(module, name):  # older versions, and ShardFormer
                 setattr(module, name, count)
 
+    keys_and_values = [module.k_proj, module.v_proj]
     return Segment(
-        [module.q_proj, module.k_proj, module.v_proj],
+        [module.q_proj, *(keys_and_values if groups == 1 else ())],
         module.o_proj,
-        unit_size=groups * head_size,
+        unit_size=head_size,
+        shared=() if groups == 1 else keys_and_values,
+        group_size=groups,
         on_change=set_heads,
         min_units=_fewest_heads(module),
-        kind="heads" if groups == 1 else "KV groups",
+        kind="heads",
         has_other_dropout=module.attention_dropout > 0.0,
     )
 
@@ -175,15 +186,29 @@ def _require_unmixed(module: Any, segment: Segment) -> None:
     """Check by numbers that the module treats units alike, whatever it calls."""
     row: Any = segment.row
     parts = segment.parts if isinstance(segment.parts, int) else 1
-    units = row.whole_size // segment.unit_size
+    num_units, size = row.whole_size // segment.unit_size, segment.group_size
     columns: list[Any] = list(segment.column)
-    rows = {layer: (layer.whole_size // units // parts,) * parts for layer in columns}
+    shared: list[Any] = list(segment.shared)
     try:
         with _without_flash_attention(module):
-            call = partial(_call, module)
-            require_unmixed_in_call(module, rows, row, segment.unit_size, call, segment.on_change)
+            # A unit of each group, with rows of its own of k and v; whole groups; and these beside units so apart.
+            for of_each, are_apart in [(1, False), (size, False), (size, True)][: 1 if size == 1 else 3]:
+                rows = {layer: (of_each * layer.whole_size // num_units // parts,) * parts for layer in columns}
+                rows |= {layer: (layer.whole_size * size // num_units,) for layer in shared}
+                on_change = partial(_in_groups, segment.on_change, of_each, size)
+                call, num_rows = partial(_call, module), of_each * segment.unit_size
+                of_single = partial(_in_groups, segment.on_change, of_each, size, apart=True)
+                apart = (of_single, dict.fromkeys(shared, size)) if are_apart else None
+                require_unmixed_in_call(module, rows, row, num_rows, call, on_change, apart)
     except Exception as error:  # whatever its functions make of the numbers
         raise StaysEven(f"{type(module).__name__}, computed with numbers: {type(error).__name__}: {error}") from error
+
+
+def _in_groups(on_change: OnChange | None, of_each: int, size: int, groups: list[int], *, apart: bool = False) -> None:
+    """Tell a module that it has so many units of each of these groups, or that so many are each of another group."""
+    if on_change is not None:
+        units = [size * group + number for group in groups for number in range(of_each)]
+        on_change([size * unit for unit in units] if apart else units)
 
 
 @contextmanager
@@ -226,7 +251,9 @@ def _checked(adapter: Callable[[Any], Segment | None]) -> SegmentAdapter:
             segment = adapter(module)
         except AttributeError as error:
             raise StaysEven(f"{type(module).__name__} is not as transformers 4.51 and 5.24 have it: {error}") from error
-        if segment is None or not all(isinstance(layer, BalancedLinear) for layer in (*segment.column, segment.row)):
+        if segment is None or not all(
+            isinstance(layer, BalancedLinear) for layer in (*segment.column, *segment.shared, segment.row)
+        ):
             return segment
         holders = [module.intermediate, module.output] if hasattr(module, "intermediate") else [module]
         parts = [part for holder in holders for part in holder.modules()]

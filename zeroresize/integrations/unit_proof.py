@@ -44,6 +44,7 @@ class Stimulus:
         columns: the column-parallel layers, with their rows.
         row, num_rows: the row-parallel layer, and how many features of a unit it reads.
         units: that are there.
+        times: how often each unit of a layer is returned, one after the other; once where none is told.
 
     Attributes:
         results: the row-parallel layer's inputs, each followed by the gradients of the outputs so far, with their rows.
@@ -51,8 +52,15 @@ class Stimulus:
         is_in_backward: whether a gradient is computed, for which activation checkpointing may compute again.
     """
 
-    def __init__(self, columns: Mapping[Any, Rows], row: Any, num_rows: int, units: Sequence[int]) -> None:
-        self.columns, self.row, self.units, self._rows = columns, row, units, (num_rows,)
+    def __init__(
+        self,
+        columns: Mapping[Any, Rows],
+        row: Any,
+        num_rows: int,
+        units: Sequence[int],
+        times: Mapping[Any, int] | None = None,
+    ) -> None:
+        self.columns, self.row, self.units, self._rows, self._times = columns, row, units, (num_rows,), times or {}
         self.device = torch.device("cpu") if row.weight.is_meta else row.weight.device
         self.results: list[tuple[Tensor, Rows]] = []
         self.elsewhere: list[Tensor] = []
@@ -71,7 +79,9 @@ class Stimulus:
         output = self._drawn[layer].clone().requires_grad_()
         if not self.is_in_backward:  # where activation checkpointing computes again
             self._outputs.append((output, self.columns[layer]))
-        return output
+        if layer not in self._times:
+            return output
+        return output.unflatten(-1, (len(self.units), -1)).repeat_interleave(self._times[layer], -2).flatten(-2)
 
     def record(self, x: Any) -> None:
         """Record the row-parallel layer's input, and gradients of a sum of it in which no two elements cancel."""
@@ -99,10 +109,18 @@ class Stimulus:
 
 
 def require_unmixed(
-    columns: Mapping[Any, Rows], row: Any, num_rows: int, compute: Callable[[Stimulus], object]
+    columns: Mapping[Any, Rows],
+    row: Any,
+    num_rows: int,
+    compute: Callable[[Stimulus], object],
+    times: Mapping[Any, int] | None = None,
 ) -> None:
-    """Check that each unit has the same numbers, whichever other units there are."""
-    whole, part = (Stimulus(columns, row, num_rows, units) for units in (range(NUM_UNITS), KEPT))
+    """Check that each unit has the same numbers, whichever other units there are.
+
+    Args:
+        times: of ``Stimulus``, by which the part of the units is computed.
+    """
+    whole, part = Stimulus(columns, row, num_rows, range(NUM_UNITS)), Stimulus(columns, row, num_rows, KEPT, times)
     compute(whole)
     compute(part)
     if not part.results or [rows for _, rows in whole.results] != [rows for _, rows in part.results]:
@@ -123,8 +141,14 @@ def require_unmixed_in_call(
     num_rows: int,
     call: Callable[[Tensor], object],
     on_change: Callable[[list[int]], object] | None,
+    apart: tuple[Callable[[list[int]], object], Mapping[Any, int]] | None = None,
 ) -> None:
-    """Check that between these layers ``call`` mixes no units."""
+    """Check that between these layers ``call`` mixes no units.
+
+    Args:
+        apart: what tells it instead of ``on_change`` of fewer units, and how often layers then return each.
+    """
+    told_of_part, times = apart or (on_change, {})
 
     def compute(stimulus: Stimulus) -> None:
         def read(x: Any, *_: Any) -> None:
@@ -136,15 +160,16 @@ def require_unmixed_in_call(
         eagerly = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
         kept = nothing_kept(module, but_for_attributes=True)
         with own_hooks_off(module), kept, torch.no_grad(), eagerly, WatchedFunctions(_without_dropout):
-            if on_change is not None:
-                on_change(list(range(len(stimulus.units))))
+            tell = on_change if len(stimulus.units) == NUM_UNITS else told_of_part
+            if tell is not None:
+                tell(list(range(len(stimulus.units))))
             for layer in columns:
                 vars(layer)["forward"] = lambda *_, layer=layer: stimulus.output_of(layer)
             vars(row)["forward"] = read
             with suppress(_Reached):
                 call(x)
 
-    require_unmixed(columns, row, num_rows, compute)
+    require_unmixed(columns, row, num_rows, compute, times)
 
 
 class WatchedFunctions(TorchFunctionMode):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NoReturn, SupportsIndex
 from weakref import WeakSet
 
@@ -25,6 +25,7 @@ from zeroresize.layers.functional import (
 from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.segment_draws import follow_draws
+from zeroresize.layers.shared_rows import SharedRows
 from zeroresize.layers.weight_checks import tell_shards_of
 from zeroresize.plan.layer import LayerPlan
 from zeroresize.utils.torch_private import current_backward, is_tensor_of_tensors
@@ -87,7 +88,9 @@ class BalancedLinear:
             segment, and before ``convert``, or a balancer, has looked for segments.
         even_shape: [N, K] of :attr:`local_weight` as the host made it, whatever this rank owns now; where ranks do not
             divide the units, as on the ranks with one more. Alike on all ranks.
-        division: how many units each rank has from the host, the most first, where these are not equally many; else ().
+        division: how many units each rank has from the host where these are not equally many; else ().
+        begins: the first unit of each rank where several ranks hold some at home; else ().
+        block: how many units of other layers each of them belongs to, then.
         segment: in which it lies, if its units may change hands; ``zeroresize.convert`` or a balancer finds it. A copy
             of such a layer has none.
         is_column_parallel: whether x is replicated and dx summed over the group, instead of x split and y summed.
@@ -97,6 +100,7 @@ class BalancedLinear:
         family: the layer, its deep copies and theirs, as long as something holds them; None before the first one.
         is_copy_of_uneven: whether it is a copy of a layer whose units were away, on this rank or another.
         has_dtensors: whether its parameters are DTensors over its group, of which :attr:`local_weight` is a local part.
+        shared_rows: of a column-parallel layer with rows that units share, while some of these are apart; else None.
         parts: how the undivided layer's output features, or of a row-parallel layer its input features, were cut before
             the split: the features of each part, of which every rank has its share. A single part was split
             contiguously; None where the weights are somebody else's, who may have split them in any way.
@@ -111,6 +115,9 @@ class BalancedLinear:
     is_copy_of_uneven: bool = False
     parts: tuple[int, ...] | None = None
     division: tuple[int, ...] = ()
+    begins: tuple[int, ...] = ()
+    block: int = 1
+    shared_rows: SharedRows | None = None
     refused_at_home: tuple[str, ...] = ()
     plan: LayerPlan | None
     loans: SharedProducts | None
@@ -148,7 +155,7 @@ class BalancedLinear:
         if not self.division:
             return self.local_weight.shape
         sizes = list(self.local_weight.shape)
-        sizes[self.divided_dim] = sum(self.parts or ()) * self.home[0] // sum(self.home)
+        sizes[self.divided_dim] = sum(self.parts or ()) * self.home[0] // self.num_units_at_home
         return torch.Size(sizes)
 
     @property
@@ -158,18 +165,32 @@ class BalancedLinear:
 
     @property
     def home(self) -> tuple[int, ...]:
-        """How many units each rank has from the host, the most first; 1 each where their shares are even."""
+        """How many units each rank has from the host; 1 each where their shares are even."""
         return self.division or (1,) * group_size(self.process_group)
+
+    @property
+    def num_units_at_home(self) -> int:
+        """How many units there are of :attr:`home`, each counted once."""
+        return self.begins[-1] + self.home[-1] if self.begins else sum(self.home)
+
+    def divide_by(self, home: Sequence[int], begins: Sequence[int] = (), block: int = 1) -> None:
+        """Note that each rank holds so many whole units from now on, and which is its first where ranks share some.
+
+        Args:
+            block: how many units of the segment share one of these.
+        """
+        self.division, self.begins, self.block = tuple(home), tuple(begins), block
+        self.even_shape = self._even_shape()
 
     @property
     def whole_size(self) -> int:
         """The undivided layer's features that the ranks have divided."""
-        return self.even_shape[self.divided_dim] * sum(self.home) // self.home[0]
+        return self.even_shape[self.divided_dim] * self.num_units_at_home // self.home[0]
 
     @property
     def even_part(self) -> float:
         """What an even share is of the work of :attr:`even_shape`: 1 where the ranks divide the units."""
-        return sum(self.home) / (len(self.home) * self.home[0])
+        return self.num_units_at_home / (len(self.home) * self.home[0])
 
     @property
     def home_shape(self) -> torch.Size:
@@ -241,7 +262,13 @@ class BalancedLinear:
 
     def weight_in_graph(self) -> Tensor:
         """Return :attr:`local_weight` such that its gradient reaches :attr:`weight`."""
-        return self.local_weight
+        return self._summed(self.local_weight)
+
+    def _summed(self, parameter: Tensor) -> Tensor:
+        """Return a parameter whose gradient has the sums of rows that several ranks hold; operators do so in graphs."""
+        if self.shared_rows is None or torch.compiler.is_compiling():
+            return parameter
+        return self.shared_rows.in_graph(parameter, self.process_group, self.name_in_model)
 
     @property
     def may_lend(self) -> bool:
@@ -271,8 +298,10 @@ class BalancedLinear:
             sums: False where the caller sums this rank's part of dx; not while columns are lent.
         """
         if torch.compiler.is_compiling():
-            return self._products_in_graph(compiled_column_products, x, bias, sums)
-        return self._products_now(column_parallel_products, x, bias, sums)
+            y = self._products_in_graph(compiled_column_products, x, bias, sums)
+        else:
+            y = self._products_now(column_parallel_products, x, None if bias is None else self._summed(bias), sums)
+        return y if self.shared_rows is None else self.shared_rows.repeated(y)
 
     def row_products(self, x: Tensor, bias: Tensor | None = None, *, sums: bool = True) -> Tensor:
         """Compute the sum over the group of y [..., N] of each rank's slice x [..., K].

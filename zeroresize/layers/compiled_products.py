@@ -131,6 +131,9 @@ def _backward(
     dx, dw_NK, db_N = kind(dy, x, w_NK, kept, layer.context_of(plan, loans, is_training, sums), needed)
     if loans is not None and dw_NK is not None:
         dw_NK = loans.whole_gradient(dw_NK)
+    if layer.shared_rows is not None:
+        where = layer.process_group, layer.name_in_model
+        dw_NK, db_N = (None if each is None else layer.shared_rows.summed(each, *where) for each in (dw_NK, db_N))
     computed = dx, dw_NK, db_N
     dx, dw_NK, db_N = (dy.new_empty(0) if gradient is None else gradient.contiguous() for gradient in computed)
     return dx, dw_NK, db_N

@@ -60,16 +60,16 @@ class _DTensorLinear(BalancedLinear, nn.Linear):
     def _even_shape(self) -> torch.Size:
         """Of this rank's part in its group, also where ``fully_shard`` has divided that further."""
         sizes = list(self.weight.shape)
-        sizes[self.divided_dim] = sizes[self.divided_dim] * self.home[0] // sum(self.home)
+        sizes[self.divided_dim] = sum(self.parts or ()) * self.home[0] // self.num_units_at_home
         return torch.Size(sizes)
 
     def weight_in_graph(self) -> Tensor:
-        return local_in_graph(self.weight)
+        return self._summed(local_in_graph(self.weight))
 
-    def divide_by(self, home: Sequence[int]) -> None:
-        """Note that each rank holds so many whole units from now on, which no placements tell."""
-        self.division, self.refused_at_home = tuple(home), METHODS
-        self.even_shape = self._even_shape()
+    def divide_by(self, home: Sequence[int], begins: Sequence[int] = (), block: int = 1) -> None:
+        """As of every layer; placements do not tell."""
+        self.refused_at_home = METHODS
+        super().divide_by(home, begins, block)
 
     def reset_parameters(self) -> None:
         """Draw the whole layer as ``torch.nn.Linear`` does and keep this rank's even part, also on the meta device.
@@ -96,9 +96,9 @@ class _DTensorLinear(BalancedLinear, nn.Linear):
         rank, dim = group_rank(self.process_group), self.divided_dim
         parts = self.parts or (whole.weight.shape[dim],)
         with torch.no_grad():
-            local_of(self.weight).copy_(part_of_rank(whole.weight, dim, parts, self.home, rank))
+            local_of(self.weight).copy_(part_of_rank(whole.weight, dim, parts, self.home, rank, self.begins))
             if self.is_column_parallel and self.bias is not None:
-                local_of(self.bias).copy_(part_of_rank(whole.bias, 0, parts, self.home, rank))
+                local_of(self.bias).copy_(part_of_rank(whole.bias, 0, parts, self.home, rank, self.begins))
             elif self.bias is not None:
                 message = whole.bias.detach().to(message_device(self.process_group, whole.bias.device))
                 broadcast(message, 0, self.process_group)

@@ -32,10 +32,10 @@ from zeroresize.layers.splitting import Parts, checked_parts, keep_ties, part_of
 from zeroresize.plan.ownership import home_counts
 from zeroresize.utils.checked import checked, integer
 
-_LayerT = TypeVar("_LayerT", bound="_ParallelLinear")
+_LayerT = TypeVar("_LayerT", bound="ParallelLinear")
 
 
-class _ParallelLinear(BalancedLinear, nn.Module):
+class ParallelLinear(BalancedLinear, nn.Module):
     """Holds what both kinds have in common: they are divided along dimension 0 or 1 of the weight."""
 
     in_features: int
@@ -122,7 +122,7 @@ class _ParallelLinear(BalancedLinear, nn.Module):
 
     def _take_slice_of(self, linear: nn.Linear) -> None:
         parts, dim = self.parts or (getattr(self, self._divided),), self.divided_dim
-        where = self.home, group_rank(self.process_group)
+        where = self.home, group_rank(self.process_group), self.begins
         for name, whole in linear.named_parameters(recurse=False):
             is_divided = name == "weight" or self.is_column_parallel
             value = part_of_rank(whole, dim, parts, *where) if is_divided else whole.detach().clone()
@@ -142,7 +142,7 @@ class _ParallelLinear(BalancedLinear, nn.Module):
 
 
 @checked(in_features=integer(1), out_features=integer(1), own_features=integer(0), unit_size=integer(1))
-class ColumnParallelLinear(_ParallelLinear):
+class ColumnParallelLinear(ParallelLinear):
     """Computes y = x Aᵀ + b with A split by rows (output features) over the group.
 
     Args:
@@ -219,7 +219,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
 
 @checked(in_features=integer(1), out_features=integer(1), own_features=integer(0), unit_size=integer(1))
-class RowParallelLinear(_ParallelLinear):
+class RowParallelLinear(ParallelLinear):
     """Computes y = x Aᵀ + b, A split by columns (input features) over the group; b is replicated and added once.
 
     Args:

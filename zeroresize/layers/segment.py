@@ -9,15 +9,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zeroresize.layers.shared_rows import SharedRows
 from zeroresize.layers.splitting import Parts
-from zeroresize.plan.ownership import OwnershipMap
+from zeroresize.plan.ownership import Indices, OwnershipMap
 from zeroresize.utils.checked import checked, integer
 
 #: Takes the numbers of the units that this rank owns.
 OnChange = Callable[[list[int]], object]
 
 
-@checked(unit_size=integer(1), head_size=integer(1), min_units=integer(0))
+@checked(unit_size=integer(1), group_size=integer(1), head_size=integer(1), min_units=integer(0))
 @dataclass(frozen=True)
 class Segment:
     """Describes, for ``convert``, a segment that it cannot find by itself.
@@ -25,6 +26,12 @@ class Segment:
     Attributes:
         column: the column-parallel layers that read one replicated x, as names in the model or as modules.
         row: the row-parallel layer whose y is summed.
+        shared: column-parallel layers of the same x whose rows ``group_size`` neighbouring units share, as queries'
+            heads share those of k and v: every rank that owns one of them holds these rows. While a group is apart such
+            a layer returns a row block several times, so that each serves equally many of the rank's units, one at
+            worst. Gradients of rows that several ranks hold are summed in the backward, lie on the first of these ranks
+            until the optimizer's step, and are handed to the others then.
+        group_size: how many units share rows of those layers.
         unit_size: how many of the row-parallel layer's input features are one unit, such as a head's size. What lies
             between the layers must treat units independently of each other: that is the user's word.
         parts: of column-parallel layers that hold several parts one after another, each with rows of every unit (q, k
@@ -59,6 +66,8 @@ class Segment:
     kind: str = "units"
     dropouts: Sequence[tuple[nn.Module, int]] = ()
     has_other_dropout: bool = False
+    shared: Sequence[str | nn.Module] = ()
+    group_size: int = 1
     head_size: int | None = None
     why_even: Callable[[], str | None] | None = None
 
@@ -73,7 +82,8 @@ class UnitTensor:
     Attributes:
         owner, attribute: where the parameter is: ``getattr(owner, attribute)``.
         name: of the parameter in the model.
-        rows: of one unit, in each part.
+        rows: of one unit, or block of units, in each part.
+        block: how many neighbouring units share rows.
     """
 
     owner: Any
@@ -81,6 +91,11 @@ class UnitTensor:
     name: str
     dim: int
     rows: tuple[int, ...]
+    block: int = 1
+
+    def held(self, owned: OwnershipMap, rank: int) -> Indices:
+        """Return the units, or blocks of them, of which ``rank`` has rows, ascending."""
+        return owned.units_of(rank) if self.block == 1 else owned.blocks_of(rank, self.block)
 
     @property
     def parameter(self) -> Tensor:
@@ -89,9 +104,17 @@ class UnitTensor:
 
     @property
     def elements_of_unit(self) -> int:
-        """Return how many elements belong to one unit."""
+        """Return how many elements belong to one unit, or block of units."""
         others = [size for dim, size in enumerate(self.parameter.shape) if dim != self.dim]
         return math.prod(others) * sum(self.rows)
+
+
+def held_at_home(where: UnitTensor, owned: OwnershipMap) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return how many units, or blocks, each rank holds at home, and where ranks share some the first ones; else ()."""
+    held = [where.held(owned.at_home, rank) for rank in range(owned.num_ranks)]
+    counts = tuple(map(len, held))
+    are_shared = sum(counts) * where.block > len(owned.owners)
+    return counts, tuple(int(of_rank[0]) for of_rank in held) if are_shared else ()
 
 
 @dataclass(eq=False)
@@ -143,17 +166,31 @@ class OwnedSegment:
         return len(self.owned.owners) > self.min_units * self.owned.num_ranks
 
     @property
-    def is_held_whole(self) -> bool:
-        """Whether the host's division leaves every rank whole units of each layer, those of home."""
-        num_units = len(self.owned.owners)
-        counts = OwnershipMap.home(num_units, self.owned.num_ranks).counts
-        return all(
-            [here * num_units for here in layer.home] == [count * sum(layer.home) for count in counts]
-            for layer in self.modules
-        )
+    def shared(self) -> list[Any]:
+        """The layers whose rows several units share."""
+        sharing = {id(tensor.owner) for tensor in self.tensors if tensor.block > 1}
+        return [layer for layer in self.modules if id(layer) in sharing]
+
+    def keep_blocks_whole(self, are_whole: bool) -> None:
+        """Let units that share rows change hands together, or one by one; where there are few of them, as at home."""
+        self.quantum = self.owned.block if are_whole and not self.owned.at_home.num_apart else 1
+
+    @property
+    def cut(self) -> list[UnitTensor]:
+        """What the host has not divided so that every rank holds whole units, those of home."""
+        home, ranks = self.owned.at_home, range(self.owned.num_ranks)
+
+        def is_cut(where: UnitTensor) -> bool:
+            wanted = [len(where.held(home, rank)) * sum(where.rows) for rank in ranks]
+            return wanted != [where.owner.home_shape_on(rank)[where.owner.divided_dim] for rank in ranks]
+
+        return [where for where in self.tensors if is_cut(where)]
 
     def follow(self, rank: int) -> None:
         """Let what lies between the layers follow what ``rank``, this one, owns now."""
+        for tensor in self.tensors:
+            if tensor.block > 1:
+                tensor.owner.shared_rows = SharedRows.of(self.owned, rank, tensor.block, sum(tensor.rows))
         if self.on_change is None:
             return
         try:

@@ -12,6 +12,10 @@ from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.plan.ownership import Indices, SegmentWork
 
+#: A block of rows on several ranks is to make a step of its segment shorter by this part of what products take at even
+#: shares: copies are made only where sums of their gradients surely take less.
+APART = 0.05
+
 
 def work_of_layers(layers: Mapping[str, BalancedLinear]) -> dict[str, float]:
     """Return the work of every layer's products on a rank at even shares, in relative units: the size of its weight."""
@@ -40,7 +44,11 @@ def shard_shape(layer: BalancedLinear, rank: int) -> tuple[int, int]:
     if layer.segment is None:
         num_outputs, num_columns = layer.home_shape_on(rank)
         return num_outputs, num_columns
-    return shape_with(layer, layer.segment.owned.counts[rank])
+    segment = layer.segment
+    where = next((tensor for tensor in segment.tensors if tensor.owner is layer and tensor.block > 1), None)
+    if where is not None:
+        return len(where.held(segment.owned, rank)) * sum(where.rows), layer.even_shape[1]
+    return shape_with(layer, segment.owned.counts[rank])
 
 
 def homes_of_columns(layer: BalancedLinear, units: Sequence[int] | Indices) -> Indices:
@@ -93,20 +101,26 @@ def segment_works(layers: Mapping[str, BalancedLinear]) -> tuple[SegmentWork, ..
 
     Behind them come layers that are in none of them, and that hosts have not divided evenly.
     """
-    work, segments = work_of_layers(layers), owned_segments(layers)
-    total = sum(work.values())
-    staying: dict[int, float] = {}
-    for name, layer in layers.items():
-        if layer.division and layer.segment not in segments:
-            number = sum(layer.division)
-            staying[number] = staying.get(number, 0.0) + work[name] / total
-    of_segments = tuple(
-        SegmentWork(
-            num_units=len(segment.owned.owners),
-            quantum=segment.quantum,
-            work=sum(work[name] for name, layer in layers.items() if layer.segment is segment) / total,
-            min_units=segment.min_units,
+    segments, by_name = owned_segments(layers), work_of_layers(layers)
+    total, work = math.fsum(by_name.values()), {id(layers[name]): of_layer for name, of_layer in by_name.items()}
+    works: list[SegmentWork] = []
+    for segment in segments:
+        of_segment = math.fsum(work[id(layer)] for layer in segment.modules)
+        works.append(
+            SegmentWork(
+                num_units=len(segment.owned.owners),
+                quantum=segment.quantum,
+                work=of_segment / total,
+                min_units=-(-segment.min_units // segment.quantum) * segment.quantum,
+                block=segment.owned.block,
+                shared=math.fsum(work[id(layer)] for layer in segment.shared) / of_segment,
+                apart=APART if segment.owned.block > 1 else 0.0,
+            )
         )
-        for segment in segments
-    )
-    return of_segments + tuple(SegmentWork(number, 1, part, stays=True) for number, part in staying.items())
+    for layer in layers.values():
+        if layer.division and layer.segment not in segments:
+            block = layer.block if layer.begins else 1
+            number = layer.num_units_at_home * block
+            part = work[id(layer)] / total
+            works.append(SegmentWork(number, 1, part, block=block, shared=float(block > 1), stays=True))
+    return tuple(works)

@@ -52,13 +52,17 @@ def checked_parts(parts: Parts, size: int, num_shares: int, whose: str, shares: 
     return sizes
 
 
-def part_of_rank(tensor: Tensor, dim: int, parts: Sequence[int], home: Sequence[int], rank: int) -> Tensor:
+def part_of_rank(
+    tensor: Tensor, dim: int, parts: Sequence[int], home: Sequence[int], rank: int, begins: Sequence[int] = ()
+) -> Tensor:
     """Return what ``rank`` holds of the undivided ``tensor``, a copy: its share of each part along ``dim``.
 
     Args:
         home: how many units of every part each rank has.
+        begins: the first of them, where several ranks have some; empty for neighbours.
     """
-    begin, end, whole = sum(home[:rank]), sum(home[: rank + 1]), sum(home)
+    begins = begins or [sum(home[:number]) for number in range(len(home))]
+    begin, end, whole = begins[rank], begins[rank] + home[rank], begins[-1] + home[-1]
     pieces = [
         part.narrow(dim, size * begin // whole, size * (end - begin) // whole)
         for part, size in zip(tensor.detach().split(list(parts), dim), parts, strict=True)

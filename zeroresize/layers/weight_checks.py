@@ -60,6 +60,11 @@ def is_marked_as_shard(parameter: Tensor) -> bool:
     )
 
 
+def known_layers() -> list[Any]:
+    """Return the layers of the process that tell which of their parameters are shards."""
+    return list(_layers)
+
+
 def sharding_of(parameters: Sequence[Tensor]) -> tuple[ProcessGroup | None, list[bool]]:
     """Return the tensor-parallel group that ``parameters`` are divided over, and of each whether it is a shard."""
     known = {id(parameter): (layer.process_group, is_shard) for layer in _layers for parameter, is_shard in _of(layer)}

@@ -21,6 +21,8 @@ from zeroresize.comm.exchange import Meet
 from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import MIGRATING_MODES
 from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.local_parts import local_of
+from zeroresize.layers.segment import OwnedSegment
 from zeroresize.measure.timed_products import FIRST_TOKENS, ROUNDS, ProductShape, time_in_turn
 from zeroresize.migration.lender import make_transport
 from zeroresize.migration.transport import LoanRoute, Transport, bounds_of_parts
@@ -33,6 +35,9 @@ from zeroresize.utils.torch_state import synchronize
 
 #: Shares of its columns that one rank lends in the calibration. The cost is taken to be a straight line through them.
 _LENT = (0.25, 0.75)
+
+#: For each layer of a segment, roughly, when copies are measured.
+_COPIES_BUDGET_S = 0.1
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +140,33 @@ def _spread_plan(ratio: float, shape: ProductShape, config: BalanceConfig) -> La
     if len(pruned) == 0:
         return None
     return LayerPlan.from_pruned(torch.tensor(pruned.tolist(), device="cpu"), shape.num_columns, shape.device)
+
+
+def measure_copies(segment: OwnedSegment, process_group: ProcessGroup) -> tuple[float, float]:
+    """Measure what a block of rows that several ranks hold costs in a step, and the products; collective.
+
+    Returns:
+        The seconds of the sums of its gradients, and those of the segment's products at even shares on this rank.
+    """
+    sums_s = products_s = 0.0
+    for where in segment.tensors:
+        if where.block > 1 and where.parameter.requires_grad:
+            layer, message = where.owner, local_of(where.parameter).detach().new_zeros(where.elements_of_unit)
+            rounds = []
+            for _ in range(1 + ROUNDS):
+                synchronize(message.device)
+                began = time.perf_counter()
+                all_reduce(message, process_group)
+                synchronize(message.device)
+                rounds.append(time.perf_counter() - began)
+            # One in each backward, and one as the step begins.
+            sums_s += min(rounds[1:]) * (layer.num_forwards - layer.num_recomputations + 1)
+    for layer in segment.modules:
+        if layer.num_tokens > 0:
+            shape = ProductShape.of(layer, layer.even_shape, layer.num_tokens)
+            (timed,) = time_in_turn(layer, [(shape, None)], _COPIES_BUDGET_S, fewest_tokens=FIRST_TOKENS // 2)
+            products_s += layer.even_part * min(all_s for all_s, _ in timed)
+    return sums_s, products_s
 
 
 # ---- migration (Φ1 of section IV-B) ---------------------------------------------------------------------------------

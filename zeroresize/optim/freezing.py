@@ -21,6 +21,9 @@ from zeroresize.optim.optimizers import SteppedTensors, hook_steps, states_like,
 class ColumnFreezer:
     """Hooks an optimizer so that its steps leave columns unchanged that the plans of ``layers`` prune.
 
+    A layer with rows that several ranks hold, each with a plan of its own, is stepped as a whole, so that these copies
+    stay alike.
+
     In a parameter's first step the moments of its pruned columns start from zero. State that does not have the
     parameter's shape (a step count, factored moments) is not frozen. During a step it holds copies of the pruned
     columns of the weights and of the state.
@@ -46,7 +49,8 @@ class ColumnFreezer:
         for name, tensor in self._stepped.now().items():
             layer = self._layers[name]
             plan = layer.plan
-            if plan is None or not layer.training:  # layers in evaluation are never pruned
+            # Layers in evaluation are never pruned, and what is pruned here of shared rows other ranks compute.
+            if plan is None or not layer.training or layer.shared_rows is not None:
                 continue
             states = states_like(self._optimizer, tensor)
             if not states:

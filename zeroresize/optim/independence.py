@@ -83,6 +83,16 @@ def why_not_by_parameter(optimizer: Any, tensors: Iterable[Tensor]) -> str | Non
     return _why_not(optimizer, tensors, by_element=False)
 
 
+def steps_by_place(optimizer: Optimizer) -> bool:
+    """Return whether an element's step may depend, in its last bit, on where in a tensor it lies.
+
+    Fused kernels on the CPU, and those of float16, compute elements otherwise that no whole vector is left for.
+    """
+    is_known = type(optimizer) in _known | _elementwise
+    of_cpu = ((group, one) for group in optimizer.param_groups for one in group["params"] if one.device.type == "cpu")
+    return any(not is_known or group.get("fused") or one.dtype == torch.float16 for group, one in of_cpu)
+
+
 def _why_not(optimizer: Any, tensors: Iterable[Tensor], *, by_element: bool) -> str | None:
     said, call = _elementwise, "mark_elementwise"
     by, lacking = "element by element", "is not element-wise"

@@ -108,6 +108,18 @@ class Layout:
         table[0, rows, ranks[order]], table[1, rows, ranks[order]] = first[order], ends[order]
         return cls(table[0], table[1], np.zeros(num_ranks, dtype=np.int64), np.array([0, table.shape[1]]))
 
+    @classmethod
+    def of_holders(cls, units_by_rank: Sequence[Indices]) -> Layout:
+        """Return the layout of one tensor of which each rank holds some units, ascending; several may hold one."""
+        runs = [np.split(units, np.flatnonzero(np.diff(units) != 1) + 1) for units in units_by_rank]
+        most, num_ranks = max(map(len, runs)), len(runs)
+        table = np.zeros((2, most, num_ranks), dtype=np.int64)
+        for rank, of_rank in enumerate(runs):
+            for row, run in enumerate(of_rank):
+                if len(run):
+                    table[:, row, rank] = run[0], run[-1] + 1
+        return cls(table[0], table[1], np.zeros(num_ranks, dtype=np.int64), np.array([0, most]))
+
     @property
     def num_tensors(self) -> int:
         """Return P, the number of tensors."""

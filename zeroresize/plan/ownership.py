@@ -10,11 +10,12 @@ units to ranks gives the same step but for the order of a sum.
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,9 @@ SHARE_DECIMALS = 6
 #: Of what they own of the products, however many works of segments are added up.
 _OWNED_DECIMALS = 9
 
+#: So many ranks that have least to do are tried as takers of a unit.
+_MOST_TAKERS = 8
+
 Indices = NDArray[np.int64]
 
 
@@ -38,11 +42,25 @@ class SegmentWork:
     quantum: int  # units change hands in multiples of so many
     work: float  # of a rank's product FLOPs at even shares, the share that lies in this segment, 0 to 1
     min_units: int = 0  # what every rank keeps at least
+    block: int = 1  # so many neighbours share rows that each rank with one of them holds
+    shared: float = 0.0  # of the work, the share of such rows, without copies
+    apart: float = 0.0  # what a block on several ranks must bring at least, of what an even share takes
     stays: bool = False  # whether its units stay where hosts gave them
 
     def is_even(self, num_ranks: int) -> bool:
         """Whether equal shares are equal numbers of units."""
-        return self.num_units % num_ranks == 0
+        return self.num_units % (num_ranks * self.block) == 0
+
+    def loads(self, counts: Sequence[int]) -> list[float]:
+        """Return what ranks with so many units compute, in even shares: with the copies of rows that they share."""
+        even = self.num_units / len(counts)
+        if self.block == 1:
+            return [count / even for count in counts]
+        blocks, _ = blocks_held(tuple(counts), self.block)
+        return [
+            ((1.0 - self.shared) * count + self.shared * self.block * of_rank) / even
+            for count, of_rank in zip(counts, blocks, strict=True)
+        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,11 +69,12 @@ class OwnershipMap:
 
     owners: Indices  # [U], int64: for every unit the rank that owns it
     num_ranks: int  # R
+    block: int = 1  # so many neighbours, which divide the units, share rows
 
     @classmethod
-    def home(cls, num_units: int, num_ranks: int) -> OwnershipMap:
+    def home(cls, num_units: int, num_ranks: int, block: int = 1) -> OwnershipMap:
         """Return the map that hosts make when they shard: the ranks own neighbours, by :func:`home_counts`."""
-        return cls(np.repeat(np.arange(num_ranks), home_counts(num_units, num_ranks)), num_ranks)
+        return cls(np.repeat(np.arange(num_ranks), home_counts(num_units, num_ranks, block)), num_ranks, block)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, OwnershipMap):
@@ -70,29 +89,52 @@ class OwnershipMap:
     @cached_property
     def is_home(self) -> bool:
         """Whether every rank owns what hosts give it."""
-        return self == OwnershipMap.home(len(self.owners), self.num_ranks)
+        return self == self.at_home
+
+    @cached_property
+    def at_home(self) -> OwnershipMap:
+        """Return the map of the same units at home."""
+        return OwnershipMap.home(len(self.owners), self.num_ranks, self.block)
+
+    @cached_property
+    def num_apart(self) -> int:
+        """Return how many blocks several ranks hold."""
+        owners = self.owners.reshape(-1, self.block)
+        return int((owners != owners[:, :1]).any(axis=1).sum())
 
     def units_of(self, rank: int) -> Indices:
         """Return the units that ``rank`` owns, in the order in which they lie there."""
         return np.flatnonzero(self.owners == rank)
 
+    def blocks_of(self, rank: int, block: int) -> Indices:
+        """Return the blocks of so many neighbours of which ``rank`` owns some unit, ascending."""
+        return np.unique(self.units_of(rank) // block)
+
+    def first_blocks_of(self, rank: int, block: int) -> Indices:
+        """Return the blocks that ``rank`` holds and no rank before it, ascending."""
+        return np.flatnonzero(self.owners.reshape(-1, block).min(axis=1) == rank)
+
     def with_counts(self, counts: Sequence[int]) -> OwnershipMap:
         """Return the map in which rank r owns ``counts[r]`` units; those of home are home.
 
-        No more units change hands than must.
-
-        Ranks give away what came from others before what hosts gave them, and that from its end; they take back their
-        own first.
+        No more units change hands than must: ranks give away what came from others before what hosts gave them, and
+        that from its end; they take back their own first. Where units share rows the counts alone say who owns what, so
+        that ranks hold few of these: givers keep their first units, and takers get neighbours.
         """
         if len(counts) != self.num_ranks or sum(counts) != len(self.owners) or min(counts) < 0:
             raise ValueError(
                 f"counts={list(counts)} do not share {len(self.owners)} units among {self.num_ranks} ranks"
             )
-        home = OwnershipMap.home(len(self.owners), self.num_ranks)
+        home = self.at_home
         if tuple(counts) == home.counts:
             return home
+        if self.block > 1:
+            owners = home.owners.copy()
+            given = [unit for rank, count in enumerate(counts) for unit in home.units_of(rank)[count:][::-1]]
+            owners[given] = np.repeat(np.arange(self.num_ranks), np.maximum(np.subtract(counts, home.counts), 0))
+            return dataclasses.replace(self, owners=owners)
         owners = self.owners.copy()
-        given: list[int] = []
+        given = []
         for rank, count in enumerate(counts):
             units = self.units_of(rank)
             foreign, native = units[home.owners[units] != rank], units[home.owners[units] == rank]
@@ -108,13 +150,27 @@ class OwnershipMap:
                 left.append(unit)
         takers = np.repeat(np.arange(self.num_ranks), wanted)
         owners[left] = takers
-        return OwnershipMap(owners, self.num_ranks)
+        return dataclasses.replace(self, owners=owners)
 
 
-def home_counts(num_units: int, num_ranks: int) -> tuple[int, ...]:
-    """Return how many units hosts give each rank: equally many, the first ranks one more where they do not divide."""
-    each, left = divmod(num_units, num_ranks)
-    return (each + 1,) * left + (each,) * (num_ranks - left)
+def home_counts(num_units: int, num_ranks: int, block: int = 1) -> tuple[int, ...]:
+    """Return how many units hosts give each rank: equally many, the first ranks a block more where they do not divide.
+
+    Args:
+        block: of so many units none are apart, unless there are fewer blocks than ranks.
+    """
+    block = 1 if num_units // block < num_ranks else block
+    each, left = divmod(num_units // block, num_ranks)
+    return ((each + 1) * block,) * left + (each * block,) * (num_ranks - left)
+
+
+@lru_cache(maxsize=1024)
+def blocks_held(counts: tuple[int, ...], block: int) -> tuple[tuple[int, ...], int]:
+    """Return of how many blocks each rank holds some unit, if ranks own so many units, and how many are apart."""
+    num_units = sum(counts)
+    owned = OwnershipMap.home(num_units, len(counts), block).with_counts(counts)
+    pairs = np.unique(owned.owners * num_units + np.arange(num_units) // block)  # of a rank and a block
+    return tuple(np.bincount(pairs // num_units, minlength=len(counts)).tolist()), owned.num_apart
 
 
 def normalised(shares: Sequence[float]) -> tuple[float, ...]:
@@ -163,7 +219,9 @@ def unit_counts(shares: Sequence[float], segment: SegmentWork) -> tuple[int, ...
     """
     num_ranks, quantum = len(shares), segment.quantum
     if segment.stays or len(set(shares)) == 1:
-        return home_counts(segment.num_units, num_ranks)
+        return home_counts(segment.num_units, num_ranks, segment.block)
+    if segment.block > quantum:
+        return _counts_with_copies(tuple(shares), segment)
     counts = [segment.min_units] * num_ranks
     left = segment.num_units - sum(counts)
     # Down to what each rank gets in any case, so that the loop is over the remainders only.
@@ -188,6 +246,54 @@ def unit_counts(shares: Sequence[float], segment: SegmentWork) -> tuple[int, ...
     return tuple(counts)
 
 
+@lru_cache(maxsize=256)
+def _counts_with_copies(shares: tuple[float, ...], segment: SegmentWork) -> tuple[int, ...]:
+    """The same where blocks may be apart: whole ones, where copies of what units share cost more than they bring."""
+    least = -(-segment.min_units // segment.block) * segment.block
+    whole = dataclasses.replace(segment, block=1, quantum=segment.block, min_units=least)
+    single = dataclasses.replace(segment, block=1)
+    divisions = [_improved(unit_counts(shares, each), shares, segment) for each in (single, whole)]
+    return min(divisions, key=lambda counts: _step(counts, shares, segment))
+
+
+def _improved(counts: tuple[int, ...], shares: Sequence[float], segment: SegmentWork) -> tuple[int, ...]:
+    """Counts from which no single unit that leaves the rank that takes longest makes a step shorter."""
+    ranks = range(len(shares))
+    while True:
+        seconds = [load / share if share else 0.0 for load, share in zip(segment.loads(counts), shares, strict=True)]
+        giver = max(ranks, key=seconds.__getitem__)
+        may_take = (rank for rank in ranks if rank != giver and shares[rank] and counts[giver] > segment.min_units)
+        takers = sorted(may_take, key=seconds.__getitem__)[:_MOST_TAKERS]
+        others = [tuple(counts[rank] + (rank == taker) - (rank == giver) for rank in ranks) for taker in takers]
+        best = min(others, key=lambda each: _step(each, shares, segment), default=counts)
+        if _step(best, shares, segment) >= _step(counts, shares, segment):
+            return counts
+        counts = best
+
+
+def _step(counts: tuple[int, ...], shares: Sequence[float], segment: SegmentWork) -> float:
+    """What a step takes in the segment, in what an even share takes at the mean speed."""
+    loads = zip(segment.loads(counts), shares, strict=True)
+    longest = max(load / share if share else math.inf * load for load, share in loads if load)
+    return longest + segment.apart * blocks_held(counts, segment.block)[1]
+
+
+def most_travelling(before: Sequence[float], after: Sequence[float], segments: Sequence[SegmentWork]) -> float:
+    """Return the most that a rank gives, or gets, in a move between these shares, of the work of even shares."""
+    given = np.zeros((2, len(before)))
+    for segment in segments:
+        counts = [unit_counts(shares, segment) for shares in (before, after)]
+        changes = np.array(counts[0]) - np.array(counts[1])
+        gives_and_gets = np.stack([np.maximum(changes, 0), np.maximum(-changes, 0)])
+        if segment.block > 1:  # takers may change, too
+            home = OwnershipMap.home(segment.num_units, len(before), segment.block)
+            owners = [home.with_counts(each).owners for each in counts]
+            moving = owners[0] != owners[1]
+            gives_and_gets = np.stack([np.bincount(each[moving], minlength=len(before)) for each in owners])
+        given += segment.work * len(before) / segment.num_units * gives_and_gets
+    return float(given.max())
+
+
 def owned_shares(shares: Sequence[float], segments: Sequence[SegmentWork]) -> tuple[float, ...]:
     """Return what each rank then owns of the products, in units of a rank's at even shares.
 
@@ -195,7 +301,7 @@ def owned_shares(shares: Sequence[float], segments: Sequence[SegmentWork]) -> tu
     """
     owned = [1.0 - math.fsum(segment.work for segment in segments)] * len(shares)
     for segment in segments:
-        for rank, count in enumerate(unit_counts(shares, segment)):
-            owned[rank] += segment.work * count * len(shares) / segment.num_units
+        for rank, load in enumerate(segment.loads(unit_counts(shares, segment))):
+            owned[rank] += segment.work * load
     # All of it and nothing are exact: who owns nothing is treated otherwise than who owns a little.
     return tuple(round(share, _OWNED_DECIMALS) for share in owned)

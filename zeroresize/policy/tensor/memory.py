@@ -37,13 +37,17 @@ class GroupMemory:
     """
 
     def __init__(self, limits: Sequence[float], held: Sequence[HeldBytes], segments: Sequence[SegmentWork]) -> None:
-        self.limits, self._num_ranks = tuple(limits), len(held)
+        self.limits, self._num_ranks, self._held = tuple(limits), len(held), held
         self._segments = tuple(segment for segment in segments if not segment.stays)
         self._fixed = tuple(own.fixed for own in held)
         # The units are those of all ranks, and so is what is computed with them.
         self._of_even_share = max(own.of_even_share for own in held)
         self._work = math.fsum(segment.work for segment in self._segments)
         self.room = tuple(self._room_in(1.0))
+
+    def of_segments(self, segments: Sequence[SegmentWork]) -> GroupMemory:
+        """Return the same of other segments."""
+        return GroupMemory(self.limits, self._held, segments)
 
     @cached_property
     def most_shares(self) -> tuple[float, ...] | None:
@@ -150,7 +154,8 @@ class GroupMemory:
         if not self._work:
             return 1.0
         return 1.0 + self._num_ranks * math.fsum(
-            segment.work / self._work * segment.quantum / segment.num_units for segment in self._segments
+            segment.work / self._work * max(segment.quantum, segment.block) / segment.num_units
+            for segment in self._segments
         )
 
     def _units_by(self, shares: Sequence[float]) -> list[float]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares
+from zeroresize.plan.ownership import SegmentWork, checked_shares, most_travelling, owned_shares
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.moves.rental import FIRST_PAUSE, Option, Reason, Rental, Verdict
 from zeroresize.policy.tensor.costs import MigrationCost
@@ -50,6 +50,7 @@ class OwnershipDecision:
         cost: of a move, as far as is known.
         comparing_s: seconds for which ranks compare products after a move away from home.
         rental: what staying has cost, and pauses.
+        are_blocks_whole: whether units that share rows change hands together, as sums over copies take long.
         away_s: seconds that steps since the last move have saved against home, less what makes it good; 0 at home.
         is_way_home_paid: whether it is; not after a move that memory made.
     """
@@ -64,6 +65,7 @@ class OwnershipDecision:
     cost: MoveCost = field(default_factory=MoveCost, init=False)
     comparing_s: float = field(default=0.0, init=False)
     rental: Rental = field(default_factory=lambda: Rental(doubt=UNPROVED), init=False)
+    are_blocks_whole: bool = field(default=False, init=False)
     away_s: float = field(default=0.0, init=False)
     is_way_home_paid: bool = field(default=True, init=False)
     _verdict: Verdict = field(default=Verdict(Reason.NOTHING_SAVES), init=False, metadata=UNSAVED)
@@ -72,6 +74,10 @@ class OwnershipDecision:
     def __post_init__(self) -> None:
         self.segments = merged(self.segments)
         self.home = self.owned = self.owned_before = (1.0,) * self.num_ranks
+
+    def expect_segments(self, segments: Sequence[SegmentWork], *, are_blocks_whole: bool) -> None:
+        """Count units of these segments from now on."""
+        self.segments, self.are_blocks_whole = merged(segments), are_blocks_whole
 
     def after_loading(self) -> None:
         """Let everything be at home where nothing can move.
@@ -129,8 +135,7 @@ class OwnershipDecision:
         comes_home, work = wanted == self.home, math.fsum(moving)
         if (comes_home and self.is_way_home_paid) or not work:
             return 0.0
-        pairs = zip(self.products, _products_of(wanted, self.segments), strict=True)
-        num_bytes = max(abs(after - before) for before, after in pairs) / work * self.bytes_of_units
+        num_bytes = most_travelling(self.owned, wanted, self.segments) / work * self.bytes_of_units
         if comes_home:
             return self.cost.seconds(num_bytes)
         return self.cost.there_and_back(num_bytes) + self.comparing_s if num_bytes else 0.0

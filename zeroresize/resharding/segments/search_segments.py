@@ -9,22 +9,24 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import group_rank, group_size, message_device
+from zeroresize.comm.collectives import all_gather, group_rank, group_size, message_device
 from zeroresize.integrations.find_segments import find_segments
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.local_parts import METHODS, guard_dtensors
-from zeroresize.layers.segment import OwnedSegment, Segment
+from zeroresize.layers.segment import OwnedSegment, Segment, UnitTensor, held_at_home
 from zeroresize.layers.segments import owned_segments
 from zeroresize.layers.splitting import part_of_rank
 from zeroresize.layers.unit_dropout import why_not_keyable
+from zeroresize.optim.shared_gradients import hand_out_gradients
 from zeroresize.resharding.agreement import gather_texts, make_alike, meet_over
 from zeroresize.resharding.data_parallel import unwrap
 from zeroresize.resharding.parameter_state import replace_data
 from zeroresize.resharding.state_dict_guards import guard_modules
 from zeroresize.utils.texts import alike, at_fault, by_rank, lists_by_rank
+from zeroresize.utils.torch_private import is_dtensor
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +50,9 @@ def search_segments(
     if isinstance(named, Segment) or not all(isinstance(segment, Segment) for segment in named):
         raise ValueError(f"segments={named!r}: wanted is a list of zeroresize.Segment")
     segments, staying_even = find_segments(unwrap(model), layers, group_size(process_group), named)
-    _hold_whole_units([each for each in segments if not each.is_held_whole], process_group)
+    if any(segment.shared for segment in segments):
+        hand_out_gradients()
+    _hold_whole_units([each for each in segments if each.cut], process_group)
     reasons = why_not_keyable(unwrap(model), segments)
     for segment in segments:
         if segment.name in reasons:
@@ -69,21 +73,36 @@ def _hold_whole_units(segments: Sequence[OwnedSegment], process_group: ProcessGr
     rank, device = group_rank(process_group), segments[0].tensors[0].parameter.device
 
     def plan() -> dict[str, Any]:
-        for where in (tensor for segment in segments for tensor in segment.tensors):
+        for where in (tensor for segment in segments for tensor in segment.cut):
             if where.parameter.grad is not None:
                 raise ValueError(f"{where.name} has a gradient, and ranks hold other rows of it now: convert before")
         return {segment.name: (segment.layers, segment.owned.counts) for segment in segments}
 
     _agree_on_whole_units(plan, process_group, device)
     for segment in segments:
-        for where in segment.tensors:
-            whole: Any = where.parameter
-            local = part_of_rank(whole.full_tensor(), where.dim, where.owner.parts, segment.owned.counts, rank)
+        cut = segment.cut
+        for where in cut:
+            held, begins = held_at_home(where, segment.owned)
+            local = part_of_rank(_whole(where, process_group), where.dim, where.owner.parts, held, rank, begins)
             replace_data(where.parameter, local, None)
             guard_dtensors([where.parameter], are_away=False, refused=METHODS)
-        for layer in segment.modules:
-            layer.divide_by(segment.owned.counts)
+        for where in cut:
+            where.owner.divide_by(*held_at_home(where, segment.owned), where.block)
         segment.follow(rank)
+
+
+def _whole(where: UnitTensor, process_group: ProcessGroup) -> Tensor:
+    """What all ranks hold together of a parameter."""
+    parameter: Any = where.parameter
+    if is_dtensor(parameter):
+        whole: Tensor = parameter.full_tensor()
+        return whole
+    sizes = [where.owner.home_shape_on(rank)[where.owner.divided_dim] for rank in range(group_size(process_group))]
+    by_row = parameter.detach().movedim(where.dim, 0)
+    padded = by_row.new_zeros(max(sizes), *by_row.shape[1:])
+    padded[: len(by_row)] = by_row
+    parts = [part[:size] for part, size in zip(all_gather(padded, process_group), sizes, strict=True)]
+    return torch.cat(parts).movedim(0, where.dim)
 
 
 def tell_waiting_ranks(error: Exception, process_group: ProcessGroup, device: torch.device) -> None:
@@ -168,7 +187,7 @@ def _described(segment: OwnedSegment) -> dict[str, Any]:
         "quantum": segment.quantum,
         "min_units": segment.min_units,
         "on_change": segment.on_change is not None,
-        "tensors": [[tensor.name, tensor.dim, list(tensor.rows)] for tensor in segment.tensors],
+        "tensors": [[tensor.name, tensor.dim, list(tensor.rows), tensor.block] for tensor in segment.tensors],
     }
 
 

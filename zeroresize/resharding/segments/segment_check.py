@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -288,14 +288,15 @@ def _divisions(segment: OwnedSegment) -> Iterator[tuple[OwnershipMap, str]]:
     owned = segment.owned
     owners = owned.owners.copy()
     for rank, count in enumerate(owned.counts):
-        owners[owned.units_of(rank)[: -(-count // 4)]] = (rank + 1) % owned.num_ranks
-    yield OwnershipMap(owners, owned.num_ranks), f"the first {segment.kind} of each rank on the next one"
+        num_given = -(-count // (4 * segment.quantum)) * segment.quantum
+        owners[owned.units_of(rank)[:num_given]] = (rank + 1) % owned.num_ranks
+    yield replace(owned, owners=owners), f"the first {segment.kind} of each rank on the next one"
     given = owned.units_of(0)[: owned.counts[0] - segment.min_units]
     if len(given):
         owners = owned.owners.copy()
-        owners[given] = 1 + np.arange(len(given)) % (owned.num_ranks - 1)
+        owners[given] = 1 + np.arange(len(given)) // segment.quantum % (owned.num_ranks - 1)
         kept = f"{segment.min_units} {segment.kind}" if segment.min_units else f"none of the {segment.kind}"
-        yield OwnershipMap(owners, owned.num_ranks), f"{kept} on rank 0"
+        yield replace(owned, owners=owners), f"{kept} on rank 0"
 
 
 def _call(model: nn.Module, batch: Any) -> Any:

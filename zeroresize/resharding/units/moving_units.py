@@ -24,7 +24,7 @@ from zeroresize.layers.segment import OwnedSegment, UnitTensor
 from zeroresize.layers.weight_checks import is_sharded_in
 from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer
 from zeroresize.plan.layout import Layout
-from zeroresize.plan.ownership import Indices, OwnershipMap
+from zeroresize.plan.ownership import OwnershipMap
 from zeroresize.plan.transfers import transfers
 from zeroresize.resharding.agreement import meet_over
 from zeroresize.resharding.data_parallel import require_rebuildable, wrappers_of
@@ -112,7 +112,8 @@ def bytes_of_units(segments: Sequence[OwnedSegment], optimizer: object | None, r
     for segment in segments:
         for contents in contents_of(segment, optimizer, rank):
             of_unit = contents.bytes_per_unit(contents.description, with_gradients=False)
-            total += len(segment.owned.owners) * of_unit // segment.owned.num_ranks
+            num_units = len(segment.owned.owners) // contents.unit_tensor.block
+            total += num_units * of_unit // segment.owned.num_ranks
     return total
 
 
@@ -167,40 +168,57 @@ def contents_of(segment: OwnedSegment, optimizer: Any, rank: int) -> list[UnitCo
     unit_tensors: dict[int, UnitTensor] = {}
     for tensor in segment.tensors:
         known = unit_tensors.setdefault(id(tensor.parameter), tensor)
-        if (known.dim, known.rows) != (tensor.dim, tensor.rows):
+        if (known.dim, known.rows, known.block) != (tensor.dim, tensor.rows, tensor.block):
             raise ValueError(f"{tensor.name} and {known.name} are one parameter, but hold different units")
     stepped: Mapping[str, Tensor] = {}
     inner = None
     if optimizer is not None:
         inner = torch_optimizer(optimizer)
         stepped = stepped_tensors(optimizer, {tensor.name: tensor.parameter for tensor in unit_tensors.values()})
-    num_units = segment.owned.counts[rank]
-    return [UnitContents(tensor, num_units, stepped.get(tensor.name), inner) for tensor in unit_tensors.values()]
+    return [
+        UnitContents(tensor, len(tensor.held(segment.owned, rank)), stepped.get(tensor.name), inner)
+        for tensor in unit_tensors.values()
+    ]
 
 
 class _Route:
-    """Which units of a segment change hands, and where they lie on this rank before and after.
+    """Which units of a segment, or blocks of them, change hands, and where they lie on this rank before and after.
+
+    A block travels to whoever gets its first unit, and stays with those who keep one.
 
     Attributes:
         pairs: the units that travel, ascending, by (sender, receiver).
-        takes_part: whether this rank sends or receives any.
-        places: of those that it does, by pair.
-        num_units, num_before, num_after: that travel, and that this rank has.
+        places: of those that this rank sends or receives, by pair.
+        num_before, num_after: units that this rank has.
+        changes: whether anything changes on this rank.
+        of_gradients: the route of their gradients, of which the first of the ranks that hold a block has the sum.
     """
 
-    def __init__(self, before: OwnershipMap, after: OwnershipMap, rank: int) -> None:
-        here, there = (Layout.of_owners(owned.owners, owned.num_ranks) for owned in (before, after))
+    def __init__(
+        self, before: OwnershipMap, after: OwnershipMap, rank: int, block: int = 1, *, are_gradients: bool = False
+    ) -> None:
+        maps = before, after
+        held = [owned.units_of(rank) if block == 1 else owned.blocks_of(rank, block) for owned in maps]
+        carried = held
+        if block == 1:
+            here, there = (Layout.of_owners(owned.owners, owned.num_ranks) for owned in maps)
+        else:
+            of_rank = OwnershipMap.first_blocks_of if are_gradients else OwnershipMap.blocks_of
+            by_rank = [[of_rank(owned, each, block) for each in range(owned.num_ranks)] for owned in maps]
+            here, there = map(Layout.of_holders, by_rank)
+            carried = [units[rank] for units in by_rank]
         self.pairs = transfers(here, there).units_by_pair()
         self.places = {
-            pair: _places(before if pair[0] == rank else after, rank, units)
-            for pair, units in self.pairs.items()
-            if rank in pair
+            pair: np.searchsorted(held[pair[0] != rank], units) for pair, units in self.pairs.items() if rank in pair
         }
-        self.takes_part, self.is_home = bool(self.places), after.is_home
-        self.num_units = sum(map(len, self.pairs.values()))
-        self.num_before, self.num_after = before.counts[rank], after.counts[rank]
-        kept = np.flatnonzero((before.owners == rank) & (after.owners == rank))
-        self._kept_of, self._kept_at = (_places(owned, rank, kept) for owned in (before, after))
+        self.is_home = after.is_home
+        self.num_before, self.num_after = map(len, held)
+        kept = np.intersect1d(carried[0], carried[1], assume_unique=True)
+        self._kept_of, self._kept_at = (np.searchsorted(units, kept) for units in held)
+        is_whole = block == 1 or are_gradients
+        self.of_gradients = self if is_whole else _Route(before, after, rank, block, are_gradients=True)
+        self.changes = bool(self.places or (self is not self.of_gradients and self.of_gradients.places))
+        self.changes = self.changes or self.num_before != self.num_after
 
     def copy_kept(self, old: Tensor | None, new: Tensor) -> None:
         """Copy the units that stay from one stack into the other; None stands for zeros."""
@@ -229,8 +247,12 @@ class _MovingParameter:
     def plan(self) -> list[Any]:
         """What must be alike on all ranks."""
         unit, is_stepped = self.contents.unit_tensor, self.contents.state.stepped is not None
-        shape = unit.name, unit.dim, unit.rows, unit.elements_of_unit
+        shape = unit.name, unit.dim, unit.rows, unit.block, unit.elements_of_unit
         return [*shape, is_stepped, str(self.contents.parameter.dtype)]
+
+    def route_of(self, what: str) -> _Route:
+        """The route of one of its tensors."""
+        return self.route.of_gradients if what in GRADIENTS else self.route
 
     def parcels(self) -> Iterator[tuple[Parcel, tuple[str, int], Pair]]:
         """Yield all that travels, and of which stack it is."""
@@ -238,23 +260,24 @@ class _MovingParameter:
         for what in sorted(self.agreed.dtypes):
             for part, rows in enumerate(where.rows):
                 num_elements = where.elements_of_unit * rows // sum(where.rows)
-                for pair, units in self.route.pairs.items():
+                for pair, units in self.route_of(what).pairs.items():
                     yield Parcel((pair,), len(units), num_elements, self.agreed.dtype(what)), (what, part), pair
 
     @property
     def new_bytes(self) -> int:
         """The bytes of the new tensors."""
-        return self.route.num_after * self.contents.bytes_per_unit(self.agreed) if self.route.takes_part else 0
+        return self.route.num_after * self.contents.bytes_per_unit(self.agreed) if self.route.changes else 0
 
     def allocate(self) -> None:
         """Make the new tensors."""
-        if not self.route.takes_part:
+        if not self.route.changes:
             return
         where, state, num_after = self.contents.unit_tensor, self.contents.state, self.route.num_after
         shape = list(self.contents.parameter.shape)
         shape[where.dim] = num_after * sum(where.rows)
         for what in sorted(self.agreed.dtypes):
-            new = torch.empty(shape, dtype=self.agreed.dtype(what), device=state.device_of(what))
+            make = torch.empty if self.route_of(what) is self.route else torch.zeros
+            new = make(shape, dtype=self.agreed.dtype(what), device=state.device_of(what))
             self._new[what] = new
             new_stacks, old = _stacks(new, where, num_after), state.tensors.get(what)
             old_stacks = [None] * len(new_stacks) if old is None else _stacks(old, where, self.route.num_before)
@@ -301,7 +324,7 @@ class UnitMove(Transaction):
         self._segments: list[tuple[OwnedSegment, OwnershipMap]] = []
         self._parameters: list[_MovingParameter] = []
         self.num_units: dict[str, int] = {}
-        routes: dict[tuple[bytes, bytes], _Route] = {}  # most segments move alike
+        routes: dict[tuple[bytes, bytes, int], _Route] = {}  # most segments move alike
         plans = []
         for segment in segments:
             before, after = segment.owned, targets.get(segment.name, segment.owned)
@@ -309,11 +332,15 @@ class UnitMove(Transaction):
             if after == before:
                 continue
             key = before.owners.tobytes(), after.owners.tobytes()
-            route = routes.get(key) or routes.setdefault(key, _Route(before, after, self._rank))
-            moving = [_MovingParameter(contents, route) for contents in contents_of(segment, optimizer, self._rank)]
+            moving = []
+            for contents in contents_of(segment, optimizer, self._rank):
+                block = contents.unit_tensor.block
+                route = routes.get((*key, block)) or _Route(before, after, self._rank, block)
+                moving.append(_MovingParameter(contents, routes.setdefault((*key, block), route)))
             self._segments.append((segment, after))
             self._parameters += moving
-            self.num_units[segment.kind] = self.num_units.get(segment.kind, 0) + route.num_units
+            num_units = int(np.count_nonzero(before.owners != after.owners))
+            self.num_units[segment.kind] = self.num_units.get(segment.kind, 0) + num_units
             plans.append([segment.name, *(owners.hex() for owners in key), [each.plan for each in moving]])
         _require_disjoint(moving.contents for moving in self._parameters)
         self.plan = fingerprint(json.dumps([max_bytes, plans]))
@@ -340,16 +367,16 @@ class UnitMove(Transaction):
 
     def source_of(self, parcel: int) -> End:
         moving, stack, pair = self._travelling[parcel]
-        return End(moving.stacks[stack][0], moving.route.places[pair])
+        return End(moving.stacks[stack][0], moving.route_of(stack[0]).places[pair])
 
     def target_of(self, parcel: int) -> End:
         moving, stack, pair = self._travelling[parcel]
-        return End(moving.stacks[stack][1], moving.route.places[pair])
+        return End(moving.stacks[stack][1], moving.route_of(stack[0]).places[pair])
 
     def copy_kept(self) -> None:
         for moving in self._parameters:
-            for old, new in moving.stacks.values():
-                moving.route.copy_kept(old, new)
+            for (what, _), (old, new) in moving.stacks.items():
+                moving.route_of(what).copy_kept(old, new)
 
     def commit(self) -> None:
         """Put the new tensors in place of the old ones; only ``on_change`` could fail."""
@@ -382,6 +409,8 @@ def _require_fitting(segment: OwnedSegment, after: OwnershipMap, num_ranks: int)
         raise ValueError(f"{segment.name}: units are owned by ranks 0 to {num_ranks - 1} only")
     if min(after.counts) < segment.min_units:
         raise ValueError(f"{segment.name}: every rank must keep {segment.min_units} units, found {list(after.counts)}")
+    if any(count % segment.quantum for count in after.counts) and not after.is_home:
+        raise ValueError(f"{segment.name}: ranks own multiples of {segment.quantum} units, found {list(after.counts)}")
     if not after.is_home and segment.why_even is not None and (reason := segment.why_even()) is not None:
         raise ValueError(f"the {segment.kind} of {segment.name} must stay evenly divided: {reason}")
 
@@ -393,11 +422,6 @@ def _require_disjoint(of_segments: Iterable[UnitContents]) -> None:
         if other is not contents:
             names = f"{other.unit_tensor.name} and {contents.unit_tensor.name}"
             raise ValueError(f"{names} of two segments are one parameter, so they cannot move")
-
-
-def _places(owned: OwnershipMap, rank: int, units: Indices) -> Indices:
-    """Where ``units`` lie on ``rank``."""
-    return np.searchsorted(owned.units_of(rank), units)
 
 
 def _stacks(tensor: Tensor, where: UnitTensor, num_units: int) -> list[Tensor]:

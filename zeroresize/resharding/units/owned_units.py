@@ -6,6 +6,7 @@ import gc
 import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +20,9 @@ from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.segments import owned_segments, segment_works
 from zeroresize.layers.weight_checks import is_sharded_in
-from zeroresize.optim.independence import why_not_elementwise
+from zeroresize.optim.independence import steps_by_place, why_not_elementwise
 from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer, why_others_step
+from zeroresize.optim.shared_gradients import tell_host_of
 from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares, unit_counts
 from zeroresize.policy.moves.move_cost import most_bytes
 from zeroresize.resharding.agreement import CannotMoveError, gather_reasons, meet_prepared
@@ -68,7 +70,7 @@ class OwnedUnits:
 
     Attributes:
         meet: exchanges numbers with all ranks of the group; to be replaced where replicas move, too.
-        segments: of the model, in its order.
+        segments: of the model, in its order; ``sharing`` are those with rows that several units share.
         works: what decisions must know of them, and then of what stays unevenly divided.
         shares: by which the units are divided now, one a rank.
         moves: that were made since :meth:`forget_moves`.
@@ -92,7 +94,11 @@ class OwnedUnits:
         self._model, self._optimizer, self._group, self.meet = model, optimizer, process_group, meet
         self._rank, self._num_ranks = group_rank(process_group), group_size(process_group)
         self.segments: Sequence[OwnedSegment] = owned_segments(layers)
-        self.works: tuple[SegmentWork, ...] = segment_works(layers)
+        self._layers, self.sharing = layers, [segment for segment in self.segments if segment.shared]
+        self.keep_blocks_whole(bool(self.sharing) and self._steps_by_place)
+        if self.sharing:
+            with suppress(ValueError, TypeError):  # nothing that torch steps is in it
+                tell_host_of(optimizer)
         self.shares = next((segment.shares for segment in self.segments), self.home)
         self.moves: list[Move] = []
         self._has_dtensors = any(layer.has_dtensors for layer in layers.values())
@@ -138,6 +144,12 @@ class OwnedUnits:
             counts[segment.kind] = tuple(map(operator.add, known, segment.owned.counts))
         return counts
 
+    def keep_blocks_whole(self, are_whole: bool) -> None:
+        """Let units that share rows change hands together from now on, or one by one; at home, else they go on so."""
+        for segment in self.sharing if self.is_home else ():
+            segment.keep_blocks_whole(are_whole)
+        self.works: tuple[SegmentWork, ...] = segment_works(self._layers)
+
     @property
     def bytes_of_units(self) -> int:
         """Return the bytes of a rank's units at even shares, with optimizer state, as far as this rank has units."""
@@ -154,7 +166,8 @@ class OwnedUnits:
         """Agree that where units of one rank cannot move or be divided, those of no rank can; collective."""
         reasons = self.why_not_divisible, self.why_not_stepped, self.why_not_movable
         self.why_not_divisible, self.why_not_stepped, self.why_not_movable = gather_reasons(self.meet, *reasons)
-        if self.why_not_divisible is not None and not self.is_home:
+        have_copies = any(layer.shared_rows for segment in self.sharing for layer in segment.modules)
+        if self.why_not_divisible is not None and (have_copies or not self.is_home):
             raise ValueError(f"units are divided by the shares {list(self.shares)}: {self.why_not_divisible}")
 
     def why_not_now(self) -> str | None:
@@ -264,6 +277,19 @@ class OwnedUnits:
         self.moves = []
 
     @property
+    def may_be_apart(self) -> bool:
+        """Whether the optimizer lets units that share rows be on several ranks."""
+        return bool(self.sharing) and not self._steps_by_place
+
+    @property
+    def _steps_by_place(self) -> bool:
+        """Whether copies of what units share might not stay alike, bit by bit."""
+        try:
+            return self._optimizer is None or steps_by_place(torch_optimizer(self._optimizer))
+        except ValueError:  # it has none inside; a move tells
+            return True
+
+    @property
     def _parameters(self) -> dict[str, Tensor]:
         """Those that hold units, by name."""
         return {one.name: one.parameter for segment in self.segments for one in segment.tensors}
@@ -276,6 +302,12 @@ class OwnedUnits:
             stepped = None
         if stepped is None:
             return None, None
+        apart = (segment.name for segment in self.segments if any(each.shared_rows for each in segment.modules))
+        if (name := next(apart, None)) is not None and self._steps_by_place:
+            return (
+                f"units of {name} that share rows are on several ranks, whose copies the optimizer would step by where "
+                "they lie, as fused kernels on the CPU do: use fused=False, or pass it to convert as optimizer="
+            ), None
         others = [name for name, one in self._parameters.items() if one.requires_grad and name not in stepped]
         state = torch_optimizer(self._optimizer).state
         for name, tensor in {} if self.is_home else stepped.items():  # it may have stepped before they were divided

@@ -198,6 +198,10 @@ def _divisions(number: int, layer: nn.Module, segments: Iterable[Segment]) -> di
         row_name = _name_of(layer, segment.row)
         title = f"layer {number}: Segment(column={list(segment.column)}, row={segment.row!r})"
         row = _linear(layer, row_name, title)
+        if segment.shared:
+            raise ValueError(
+                f"{title}: shared= is not allowed in strategies: name a key's head with all its queries a unit"
+            )
         if segment.unit_size < 1 or row.in_features % segment.unit_size:
             raise ValueError(
                 f"{title}: the {row.in_features} input features of {row_name} are no units of "

@@ -59,7 +59,7 @@ def owned_step_s(
     works = [1.0 - math.fsum(segment.work for segment in segments), *(segment.work for segment in segments)]
     owned_RS = np.ones((num_ranks, len(works)))
     for number, segment in enumerate(segments, start=1):
-        owned_RS[:, number] = np.array(unit_counts(shares, segment)) * (num_ranks / segment.num_units)
+        owned_RS[:, number] = segment.loads(unit_counts(shares, segment))
     spared_RS = np.repeat(np.array(division.lent)[:, None], len(works), axis=1)
     for rank, (pruned, lent) in enumerate(zip(division.pruned, division.lent, strict=True)):
         if pruned > 0.0:
@@ -104,7 +104,7 @@ def wanted_shares(
     if not any(segment.min_units for segment in moving):
         # Every rank keeps some units: without any nobody would see that it has recovered. A rank with at least the
         # share of one quantum gets one; raising shares lowers all of them a little.
-        least = min(segment.quantum * num_ranks / segment.num_units for segment in moving)
+        least = min(max(each.quantum, each.block) * num_ranks / each.num_units for each in moving)
         if 2.0 * least < 1.0:
             shares_R = np.maximum(shares_R, least / (1.0 - least) + _MORE)
     shares = nearest_fitting(normalised(shares_R.tolist()), most_shares)

@@ -1,0 +1,122 @@
+"""Each step begins by handing gradients of rows that several ranks hold from the first of these ranks to the others.
+
+It ends by taking them back, so that whatever reads or adds to gradients until they are zeroed counts each once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from zeroresize.comm.collectives import all_reduce
+from zeroresize.layers.local_parts import local_of
+from zeroresize.layers.shared_rows import SharedRows
+from zeroresize.layers.weight_checks import known_layers
+from zeroresize.optim.independence import steps_by_place
+from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer
+from zeroresize.utils.torch_private import parameters_of
+
+#: Hosts' wrappers of optimizers, which know what these step in place of parameters.
+_hosts: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+@cache
+def hand_out_gradients() -> None:
+    """Let all optimizers of torch step copies of rows by one gradient, from now on."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(lambda optimizer, *_: _take_back(optimizer))
+
+
+def tell_host_of(optimizer: Any) -> None:
+    """Make known what a host's wrapper of an optimizer has it step; the last wrapper that is told of counts."""
+    _hosts[torch_optimizer(optimizer)] = weakref.ref(optimizer)
+
+
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Hand out, or where gradients are computed within the step by a closure, let it do so at its end."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        _hand_out(optimizer)
+        return None
+
+    def computed() -> Any:
+        loss = closure()
+        _hand_out(optimizer)
+        return loss
+
+    return (*args[:1], computed, *args[2:]), {key: value for key, value in kwargs.items() if key != "closure"}
+
+
+@torch.no_grad()
+def _hand_out(optimizer: Optimizer) -> None:
+    """Send all that is apart in one message of each kind.
+
+    An optimizer that steps within another one's step, such as a shard of ZeRO's, finds it handed out.
+    """
+    apart = [each for each in _apart(optimizer) if each.name not in each.rows.handed_out]
+    if apart and steps_by_place(optimizer):
+        raise RuntimeError(
+            f"several ranks hold rows of layer {apart[0].layer.name_in_model}, and {type(optimizer).__name__} may step "
+            "them otherwise by where they lie, as fused kernels on the CPU do: use fused=False, or "
+            "zeroresize.mark_elementwise where it does not"
+        )
+    messages: dict[Any, list[_Apart]] = {}
+    for each in apart:
+        messages.setdefault((each.layer.process_group, each.gradient.dtype, each.gradient.device), []).append(each)
+    for (process_group, *_), parts in messages.items():
+        held = [each.rows.held_first(each.gradient) for each in parts]
+        message = torch.cat([part.flatten() for part in held])
+        all_reduce(message, process_group)
+        wholes = message.split([part.numel() for part in held])
+        for each, part, whole in zip(parts, held, wholes, strict=True):
+            each.rows.put(each.gradient, whole.view_as(part))
+            each.rows.handed_out.add(each.name)
+
+
+@torch.no_grad()
+def _take_back(optimizer: Optimizer) -> None:
+    for each in _apart(optimizer):
+        each.rows.put(each.gradient, None)
+        each.rows.handed_out.discard(each.name)
+
+
+@dataclass(frozen=True)
+class _Apart:
+    """A parameter of a layer whose rows several ranks hold, and its gradient [N, ...] of a step."""
+
+    layer: Any
+    name: str
+    gradient: Tensor
+
+    @property
+    def rows(self) -> SharedRows:
+        rows: SharedRows = self.layer.shared_rows
+        return rows
+
+
+def _apart(optimizer: Optimizer) -> list[_Apart]:
+    """Return those that an optimizer steps; alike on all ranks."""
+    layers = [layer for layer in known_layers() if layer.shared_rows is not None]
+    if not layers:
+        return []
+    layers.sort(key=lambda layer: (layer.name_in_model, int(layer.forwards.number)))
+    host = (_hosts[optimizer]() if optimizer in _hosts else None) or optimizer
+    owners = [(layer, name, one) for layer in layers for name, one in parameters_of(layer).items() if one is not None]
+    stepped = stepped_tensors(host, {str(number): one for number, (*_, one) in enumerate(owners)})
+    apart = []
+    for number, (layer, name, _) in enumerate(owners):
+        tensor = stepped.get(str(number))
+        if tensor is not None and tensor.grad is not None:
+            gradient, is_transposed = local_of(tensor.grad), name == "weight" and layer.weight_is_transposed
+            apart.append(_Apart(layer, name, gradient.t() if is_transposed else gradient))
+    return apart
