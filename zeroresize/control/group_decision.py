@@ -161,11 +161,11 @@ class GroupDecision:
         for controller in (self.controller, *self.what_if.controllers):
             controller.expect_memory(memory)
 
-    def expect_segments(self, segments: Sequence[SegmentWork], *, are_blocks_whole: bool) -> None:
+    def expect_segments(self, segments: Sequence[SegmentWork], copy_cost: float) -> None:
         """Count units of these segments from now on, as what carries decisions out does; alike on all ranks."""
         self._segments = segments
         for controller in (self.controller, *self.what_if.controllers):
-            controller.ownership.expect_segments(segments, are_blocks_whole=are_blocks_whole)
+            controller.ownership.expect_segments(segments, copy_cost)
         if self.memory is not None:
             self.expect_memory(self.memory.of_segments(segments))
 

@@ -15,7 +15,8 @@ from zeroresize.control.observer import Observer
 from zeroresize.control.plan_execution import PlanExecution
 from zeroresize.control.reporter import Reporter
 from zeroresize.control.setup import Setup
-from zeroresize.layers.segments import APART, segments_of_layers, work_of_layers
+from zeroresize.layers.segment import COPY_COST
+from zeroresize.layers.segments import segments_of_layers, work_of_layers
 from zeroresize.measure.calibration import calibrate_group, measure_copies
 from zeroresize.measure.links import measure_move_cost
 from zeroresize.measure.timed_products import BUDGET_S
@@ -23,6 +24,7 @@ from zeroresize.migration.lender import Lender
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.tensor.columns.selector import ColumnSelector
 from zeroresize.policy.tensor.costs import MigrationCost
+from zeroresize.policy.tensor.estimation.times import LEAST_SECONDS
 from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryError, gather_reasons
 from zeroresize.resharding.units.owned_units import Move
 
@@ -125,7 +127,8 @@ class Mover:
     def follow_loaded(self, num_steps: int) -> None:
         """Let units change hands as a loaded state has it; they stay where this run keeps them as they were given."""
         units, decider, shares = self.units, self._decider, self._decider.plan.owned
-        self._keep_blocks_whole(decider.controller.ownership.are_blocks_whole)
+        if decider.controller.ownership.copy_cost is not None:
+            self._expect_copies(decider.controller.ownership.copy_cost)
         if units is None or shares == units.shares:
             return
         memory = decider.memory
@@ -228,14 +231,14 @@ class Mover:
             segment = max(units.sharing, key=lambda segment: sum(layer.even_shape.numel() for layer in segment.modules))
             rows = everybody.gather(measure_copies(segment, self._setup.process_group))
             sums_s, products_s = zip(*rows, strict=True)
-            self._keep_blocks_whole(max(sums_s) > APART * min(products_s))
+            self._expect_copies(COPY_COST + max(sums_s) / max(min(products_s), LEAST_SECONDS))
         self._decider.expect_moves(MoveCost(per_byte_s, fixed_s), num_bytes, BUDGET_S)
 
-    def _keep_blocks_whole(self, are_whole: bool) -> None:
-        """Let units that share rows change hands together from now on, or one by one, as all ranks have found."""
+    def _expect_copies(self, cost: float) -> None:
+        """Let decisions count what copies of rows that units share cost, as all ranks have measured."""
         if self.units is not None and self.units.may_be_apart:
-            self.units.keep_blocks_whole(are_whole)
-            self._decider.expect_segments(self.units.works, are_blocks_whole=are_whole)
+            self.units.expect_copies(cost)
+            self._decider.expect_segments(self.units.works, cost)
 
     def _require_memory(self, shares: Sequence[float], call: str, *, is_visit: bool = False) -> None:
         """Raise a ValueError on all ranks if one holds more than it may by these shares, and than it does now.

@@ -14,6 +14,8 @@ from zeroresize.layers.splitting import Parts
 from zeroresize.plan.ownership import Indices, OwnershipMap
 from zeroresize.utils.checked import checked, integer
 
+#: What a copy must bring beside what it is measured to cost, and before that.
+COPY_COST = 0.05
 #: Takes the numbers of the units that this rank owns.
 OnChange = Callable[[list[int]], object]
 
@@ -126,6 +128,8 @@ class OwnedSegment:
         kind: what a unit is: ``"neurons"``, ``"heads"``, ``"KV groups"`` or ``"units"``.
         layers: names of its column- and row-parallel layers.
         tensors: what changes hands, in an order that is the same on every rank.
+        copy_cost: what a block of rows on several ranks must bring at least in a step, of what the segment's products
+            take at even shares: more than sums of its gradients take.
         quantum, min_units: as of :class:`~zeroresize.plan.ownership.SegmentWork`.
         on_change, dropouts, has_other_dropout, why_even: as of :class:`Segment`.
         owned: who owns which units now.
@@ -146,6 +150,7 @@ class OwnedSegment:
     owned: OwnershipMap
     quantum: int = 1
     min_units: int = 0
+    copy_cost: float = COPY_COST
     on_change: OnChange | None = None
     why_even: Callable[[], str | None] | None = None
     modules: tuple[Any, ...] = field(default=(), repr=False)

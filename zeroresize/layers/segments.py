@@ -12,10 +12,6 @@ from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.plan.ownership import Indices, SegmentWork
 
-#: A block of rows on several ranks is to make a step of its segment shorter by this part of what products take at even
-#: shares: copies are made only where sums of their gradients surely take less.
-APART = 0.05
-
 
 def work_of_layers(layers: Mapping[str, BalancedLinear]) -> dict[str, float]:
     """Return the work of every layer's products on a rank at even shares, in relative units: the size of its weight."""
@@ -114,7 +110,7 @@ def segment_works(layers: Mapping[str, BalancedLinear]) -> tuple[SegmentWork, ..
                 min_units=-(-segment.min_units // segment.quantum) * segment.quantum,
                 block=segment.owned.block,
                 shared=math.fsum(work[id(layer)] for layer in segment.shared) / of_segment,
-                apart=APART if segment.owned.block > 1 else 0.0,
+                apart=segment.copy_cost if segment.owned.block > 1 else 0.0,
             )
         )
     for layer in layers.values():

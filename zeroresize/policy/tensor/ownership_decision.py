@@ -50,7 +50,7 @@ class OwnershipDecision:
         cost: of a move, as far as is known.
         comparing_s: seconds for which ranks compare products after a move away from home.
         rental: what staying has cost, and pauses.
-        are_blocks_whole: whether units that share rows change hands together, as sums over copies take long.
+        copy_cost: what a block of rows that several ranks hold was measured to cost; None before.
         away_s: seconds that steps since the last move have saved against home, less what makes it good; 0 at home.
         is_way_home_paid: whether it is; not after a move that memory made.
     """
@@ -65,7 +65,7 @@ class OwnershipDecision:
     cost: MoveCost = field(default_factory=MoveCost, init=False)
     comparing_s: float = field(default=0.0, init=False)
     rental: Rental = field(default_factory=lambda: Rental(doubt=UNPROVED), init=False)
-    are_blocks_whole: bool = field(default=False, init=False)
+    copy_cost: float | None = field(default=None, init=False)
     away_s: float = field(default=0.0, init=False)
     is_way_home_paid: bool = field(default=True, init=False)
     _verdict: Verdict = field(default=Verdict(Reason.NOTHING_SAVES), init=False, metadata=UNSAVED)
@@ -75,9 +75,9 @@ class OwnershipDecision:
         self.segments = merged(self.segments)
         self.home = self.owned = self.owned_before = (1.0,) * self.num_ranks
 
-    def expect_segments(self, segments: Sequence[SegmentWork], *, are_blocks_whole: bool) -> None:
+    def expect_segments(self, segments: Sequence[SegmentWork], copy_cost: float) -> None:
         """Count units of these segments from now on."""
-        self.segments, self.are_blocks_whole = merged(segments), are_blocks_whole
+        self.segments, self.copy_cost = merged(segments), copy_cost
 
     def after_loading(self) -> None:
         """Let everything be at home where nothing can move.

@@ -95,7 +95,9 @@ class OwnedUnits:
         self._rank, self._num_ranks = group_rank(process_group), group_size(process_group)
         self.segments: Sequence[OwnedSegment] = owned_segments(layers)
         self._layers, self.sharing = layers, [segment for segment in self.segments if segment.shared]
-        self.keep_blocks_whole(bool(self.sharing) and self._steps_by_place)
+        for segment in self.sharing if self.is_home else ():  # else they go on as they are
+            segment.keep_blocks_whole(self._steps_by_place)
+        self.works: tuple[SegmentWork, ...] = segment_works(layers)
         if self.sharing:
             with suppress(ValueError, TypeError):  # nothing that torch steps is in it
                 tell_host_of(optimizer)
@@ -144,11 +146,11 @@ class OwnedUnits:
             counts[segment.kind] = tuple(map(operator.add, known, segment.owned.counts))
         return counts
 
-    def keep_blocks_whole(self, are_whole: bool) -> None:
-        """Let units that share rows change hands together from now on, or one by one; at home, else they go on so."""
+    def expect_copies(self, cost: float) -> None:
+        """Divide units by what copies cost from now on; at home, as elsewhere shares would mean other units then."""
         for segment in self.sharing if self.is_home else ():
-            segment.keep_blocks_whole(are_whole)
-        self.works: tuple[SegmentWork, ...] = segment_works(self._layers)
+            segment.copy_cost = cost
+        self.works = segment_works(self._layers)
 
     @property
     def bytes_of_units(self) -> int:
