@@ -25,11 +25,11 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 46_261,
+    "package lines": 46_267,
     "package files": 272,
-    "package code lines": 29_820,
+    "package code lines": 29_826,
     "tests lines": 43_620,
-    "examples lines": 12_705,
+    "examples lines": 12_710,
     "docs lines": 4_345,
     "tuning constants": 148,
 }
