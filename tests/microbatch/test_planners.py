@@ -331,7 +331,8 @@ def run_program(plan, tmp_path, end=""):
 def test_a_program_needs_no_guard_and_leaves_nothing(tmp_path):
     text, errors = run_program("limits_text", tmp_path)
     assert json.loads(text) == {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    assert all("has been waited for" in line for line in errors.splitlines())  # on a machine at work
+    # On a machine at work it may say that a plan is waited for, and torch that planners' store has gone.
+    assert "Traceback" not in errors and "leaked" not in errors, errors
 
 
 @pytest.mark.slow
