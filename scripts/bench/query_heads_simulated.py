@@ -7,11 +7,9 @@ homogeneous step, by the FLOPs of products; and what copies of keys' and values'
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections import Counter
 
 from scripts.bench.common import parser_of, save, show
-from zeroresize.plan.ownership import OwnershipMap, SegmentWork, neuron_quantum, unit_counts
+from zeroresize.plan.ownership import OwnershipMap, SegmentWork, neuron_quantum, unit_counts, units_by_block
 from zeroresize.policy.tensor.costs import ResizingCost
 from zeroresize.policy.tensor.estimation.times import RankTimes
 from zeroresize.policy.tensor.rules.ownership import owned_step_s, wanted_shares, work_conserving_bound_s
@@ -20,7 +18,7 @@ RANKS, HEAD = 8, 128
 #: Hidden size, neurons, queries' and keys' heads.
 MODELS = {"LLaMA-3 8B": (4096, 14336, 32, 8), "LLaMA-3 70B": (8192, 28672, 64, 8)}
 #: Products take as long as their share of FLOPs.
-IDEAL = ResizingCost((0.0, 0.5, 0.96), (1.0, 0.5, 0.04), (0.0, 0.0, 0.0))
+IDEAL = ResizingCost.linear(0.96)
 
 
 def segments_of(hidden: int, neurons: int, heads: int, kv_heads: int) -> tuple[SegmentWork, SegmentWork]:
@@ -65,10 +63,9 @@ class Copies:
     def of(cls, counts: tuple[int, ...], group: int, hidden: int) -> Copies:
         """Of so many heads on each rank."""
         owned = OwnershipMap.home(sum(counts), RANKS, group).with_counts(counts)
-        groups = [set(of_group) for of_group in owned.owners.reshape(-1, group).tolist()]
-        num_apart = sum(len(ranks) > 1 for ranks in groups)
-        held = [Counter((owned.units_of(rank) // group).tolist()).values() for rank in range(RANKS)]
-        blocks = [sum(of_rank) // (math.gcd(*of_rank) or 1) if num_apart else len(of_rank) for of_rank in held]
+        num_apart = len(owned.apart)
+        by_rank = [units_by_block(owned.units_of(rank), group) for rank in range(RANKS)]
+        blocks = [sum(held.values()) // (of_each or 1) for held, of_each in by_rank]
         return cls(f"{num_apart * 2 * 2 * HEAD * hidden * 2 / 1e6:.1f}", "·".join(map(str, blocks)))
 
 

@@ -186,10 +186,10 @@ class WithMasters:
 
     def __init__(self, optimizer):
         self.optim, self.working = optimizer, optimizer.param_groups[0]["params"]
-        self.masters = optimizer.param_groups[0]["params"] = [one.detach().double() for one in self.working]
+        self.masters = optimizer.param_groups[0]["params"] = [weight.detach().double() for weight in self.working]
 
     def get_working_to_master_map(self):
-        return {id(one): master for one, master in zip(self.working, self.masters, strict=True)}
+        return {id(weight): master for weight, master in zip(self.working, self.masters, strict=True)}
 
     def step(self):
         for weight, master in zip(self.working, self.masters, strict=True):

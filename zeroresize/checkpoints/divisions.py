@@ -20,6 +20,7 @@ from zeroresize.checkpoints.divided_tensor import Piece, TensorDivision, unit_pi
 from zeroresize.comm.collectives import group_rank, group_size
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment, UnitTensor
+from zeroresize.layers.splitting import place_of_rank
 from zeroresize.utils.torch_private import buffers_of, parameters_of, unsaved_buffers_of
 
 #: By which Colossal-AI knows a tensor that it has divided, or made longer to divide by the ranks.
@@ -136,7 +137,7 @@ def _by_home(
     dim: int, parts: Sequence[int], home: Sequence[int], rank: int, begins: Sequence[int] = ()
 ) -> TensorDivision:
     """Of each part a rank has ``home[rank]`` units, from ``begins[rank]`` on where several ranks have some."""
-    begin, num_units = (begins[rank], begins[-1] + home[-1]) if begins else (sum(home[:rank]), sum(home))
+    begin, num_units = place_of_rank(home, rank, begins)
     units = np.arange(begin, begin + home[rank])
     pieces = unit_pieces(units, num_units, [size // num_units for size in parts], each=bool(begins))
     return TensorDivision(dim, sum(parts), lambda: pieces)

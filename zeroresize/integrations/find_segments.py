@@ -111,10 +111,7 @@ class _Search:
         for module in self._modules.values():
             try:
                 for segment in registered_segments(module):
-                    names = [
-                        self._names.get(id(layer), ["?"])[0]
-                        for layer in (*segment.column, *segment.shared, segment.row)
-                    ]
+                    names = [self._names.get(id(layer), ["?"])[0] for layer in segment.layers]
                     self._take_registered(segment, names)
             except StaysEven as error:
                 name = self._names[id(module)][0]
@@ -339,9 +336,7 @@ def _still_sound(
 
 
 def _stays_cut(where: UnitTensor) -> bool:
-    """Whether what ranks hold of a parameter stays as it is: of torch's DTensors, and of shared rows, they may hold
-    other parts.
-    """
+    """Whether what ranks hold of a parameter stays: of torch's DTensors, and of shared rows, they may hold others."""
     layer = where.owner
     is_known = layer.has_dtensors or (where.block > 1 and isinstance(layer, ParallelLinear))
     may_change = is_known and not layer.refused_at_home and len(layer.parts or ()) == 1

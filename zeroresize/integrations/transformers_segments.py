@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -24,6 +22,7 @@ from zeroresize.integrations.known_modules import SegmentAdapter, StaysEven, is_
 from zeroresize.integrations.unit_proof import require_unmixed_in_call
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OnChange, Segment
+from zeroresize.plan.ownership import units_by_block
 
 #: The dimension of attention probabilities [B, heads, T, T] that holds heads.
 _HEADS = 1
@@ -75,7 +74,7 @@ def _llama_attention(module: Any) -> Segment:
             raise StaysEven("its queries' features are no multiple of its keys'")
 
     def set_heads(units: list[int]) -> None:
-        of_each = math.gcd(*Counter(unit // groups for unit in units).values()) or groups
+        of_each = units_by_block(units, groups)[1] or groups
         counts = {
             "num_heads": len(units),
             "num_key_value_heads": len(units) // of_each,
@@ -251,9 +250,7 @@ def _checked(adapter: Callable[[Any], Segment | None]) -> SegmentAdapter:
             segment = adapter(module)
         except AttributeError as error:
             raise StaysEven(f"{type(module).__name__} is not as transformers 4.51 and 5.24 have it: {error}") from error
-        if segment is None or not all(
-            isinstance(layer, BalancedLinear) for layer in (*segment.column, *segment.shared, segment.row)
-        ):
+        if segment is None or not all(isinstance(layer, BalancedLinear) for layer in segment.layers):
             return segment
         holders = [module.intermediate, module.output] if hasattr(module, "intermediate") else [module]
         parts = [part for holder in holders for part in holder.modules()]

@@ -73,6 +73,11 @@ class Segment:
     head_size: int | None = None
     why_even: Callable[[], str | None] | None = None
 
+    @property
+    def layers(self) -> tuple[str | nn.Module, ...]:
+        """All of its layers, the row-parallel one at last."""
+        return *self.column, *self.shared, self.row
+
 
 @dataclass(frozen=True)
 class UnitTensor:
@@ -178,7 +183,7 @@ class OwnedSegment:
 
     def keep_blocks_whole(self, are_whole: bool) -> None:
         """Let units that share rows change hands together, or one by one; where there are few of them, as at home."""
-        self.quantum = self.owned.block if are_whole and not self.owned.at_home.num_apart else 1
+        self.quantum = self.owned.block if are_whole and not len(self.owned.at_home.apart) else 1
 
     @property
     def cut(self) -> list[UnitTensor]:

@@ -8,18 +8,16 @@ them to the copies, which therefore stay alike, bit by bit.
 
 from __future__ import annotations
 
-import math
-from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import all_reduce
-from zeroresize.plan.ownership import OwnershipMap
+from zeroresize.plan.ownership import OwnershipMap, units_by_block
 
 
 @dataclass(eq=False)
@@ -36,12 +34,10 @@ class SharedRows:
     @classmethod
     def of(cls, owned: OwnershipMap, rank: int, block: int, rows: int) -> SharedRows | None:
         """Return those of blocks of so many neighbouring units; None where none is apart."""
-        owners = owned.owners.reshape(-1, block)
-        apart = np.flatnonzero((owners != owners[:, :1]).any(axis=1)).tolist()
-        if not apart:
+        if not (apart := owned.apart.tolist()):
             return None
-        held = Counter((owned.units_of(rank) // block).tolist())  # ascending
-        of_each, first = math.gcd(*held.values()), set(owned.first_blocks_of(rank, block).tolist())
+        held, of_each = units_by_block(owned.units_of(rank), block)
+        first = set(owned.first_blocks_of(rank, block).tolist())
         return cls(
             tuple(num_units // of_each for num_units in held.values()),
             rows,
@@ -70,9 +66,7 @@ class SharedRows:
         gradient = gradient.clone()
         self.handed_out.clear()  # what a step that failed has left there is added to
         blocks = self._blocks_of(gradient)
-        message = blocks.new_zeros(self.num_apart, *blocks.shape[1:])
-        for here, place in self.places:
-            message[place] = blocks[here]
+        message = self._message(blocks, self.places)
         all_reduce(message, process_group, layer)
         for here, place in self.places:
             blocks[here] = message[place] if here in self.first else 0.0
@@ -80,12 +74,7 @@ class SharedRows:
 
     def held_first(self, gradient: Tensor) -> Tensor:
         """Return the blocks [S, rows, ...] of a gradient that this rank holds first; zeros in place of others."""
-        blocks = self._blocks_of(gradient)
-        message = blocks.new_zeros(self.num_apart, *blocks.shape[1:])
-        for here, place in self.places:
-            if here in self.first:
-                message[place] = blocks[here]
-        return message
+        return self._message(self._blocks_of(gradient), (each for each in self.places if each[0] in self.first))
 
     def put(self, gradient: Tensor, whole: Tensor | None) -> None:
         """Put blocks [S, rows, ...] into a gradient where another rank holds them first; zeros for None."""
@@ -93,6 +82,13 @@ class SharedRows:
         for here, place in self.places:
             if here not in self.first:
                 blocks[here] = 0.0 if whole is None else whole[place]
+
+    def _message(self, blocks: Tensor, places: Iterable[tuple[int, int]]) -> Tensor:
+        """[S, rows, ...] of these blocks; zeros in place of others."""
+        message = blocks.new_zeros(self.num_apart, *blocks.shape[1:])
+        for here, place in places:
+            message[place] = blocks[here]
+        return message
 
     def _blocks_of(self, gradient: Tensor) -> Tensor:
         return gradient.unflatten(0, (len(self.times), self.rows))

@@ -61,13 +61,17 @@ def part_of_rank(
         home: how many units of every part each rank has.
         begins: the first of them, where several ranks have some; empty for neighbours.
     """
-    begins = begins or [sum(home[:number]) for number in range(len(home))]
-    begin, end, whole = begins[rank], begins[rank] + home[rank], begins[-1] + home[-1]
+    begin, whole = place_of_rank(home, rank, begins)
     pieces = [
-        part.narrow(dim, size * begin // whole, size * (end - begin) // whole)
+        part.narrow(dim, size * begin // whole, size * home[rank] // whole)
         for part, size in zip(tensor.detach().split(list(parts), dim), parts, strict=True)
     ]
     return torch.cat(pieces, dim)
+
+
+def place_of_rank(home: Sequence[int], rank: int, begins: Sequence[int] = ()) -> tuple[int, int]:
+    """Return which of the units ``rank`` has at first, and how many there are; see :func:`part_of_rank`."""
+    return (begins[rank], begins[-1] + home[-1]) if begins else (sum(home[:rank]), sum(home))
 
 
 def why_no_plain_linear(module: Any, *, but_for_forward: bool = False) -> str | None:

@@ -89,8 +89,9 @@ def steps_by_place(optimizer: Optimizer) -> bool:
     Fused kernels on the CPU, and those of float16, compute elements otherwise that no whole vector is left for.
     """
     is_known = type(optimizer) in _known | _elementwise
-    of_cpu = ((group, one) for group in optimizer.param_groups for one in group["params"] if one.device.type == "cpu")
-    return any(not is_known or group.get("fused") or one.dtype == torch.float16 for group, one in of_cpu)
+    pairs = ((group, parameter) for group in optimizer.param_groups for parameter in group["params"])
+    of_cpu = ((group, parameter.dtype) for group, parameter in pairs if parameter.device.type == "cpu")
+    return any(not is_known or group.get("fused") or dtype == torch.float16 for group, dtype in of_cpu)
 
 
 def _why_not(optimizer: Any, tensors: Iterable[Tensor], *, by_element: bool) -> str | None:

@@ -12,11 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zeroresize.comm.collectives import all_reduce
 from zeroresize.layers.local_parts import local_of
@@ -96,12 +92,8 @@ class _Apart:
 
     layer: Any
     name: str
+    rows: SharedRows
     gradient: Tensor
-
-    @property
-    def rows(self) -> SharedRows:
-        rows: SharedRows = self.layer.shared_rows
-        return rows
 
 
 def _apart(optimizer: Optimizer) -> list[_Apart]:
@@ -111,12 +103,12 @@ def _apart(optimizer: Optimizer) -> list[_Apart]:
         return []
     layers.sort(key=lambda layer: (layer.name_in_model, int(layer.forwards.number)))
     host = (_hosts[optimizer]() if optimizer in _hosts else None) or optimizer
-    owners = [(layer, name, one) for layer in layers for name, one in parameters_of(layer).items() if one is not None]
-    stepped = stepped_tensors(host, {str(number): one for number, (*_, one) in enumerate(owners)})
+    named = [(layer, name, each) for layer in layers for name, each in parameters_of(layer).items() if each is not None]
+    stepped = stepped_tensors(host, {str(number): parameter for number, (*_, parameter) in enumerate(named)})
     apart = []
-    for number, (layer, name, _) in enumerate(owners):
+    for number, (layer, name, _) in enumerate(named):
         tensor = stepped.get(str(number))
         if tensor is not None and tensor.grad is not None:
             gradient, is_transposed = local_of(tensor.grad), name == "weight" and layer.weight_is_transposed
-            apart.append(_Apart(layer, name, gradient.t() if is_transposed else gradient))
+            apart.append(_Apart(layer, name, layer.shared_rows, gradient.t() if is_transposed else gradient))
     return apart

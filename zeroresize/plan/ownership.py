@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -97,10 +98,10 @@ class OwnershipMap:
         return OwnershipMap.home(len(self.owners), self.num_ranks, self.block)
 
     @cached_property
-    def num_apart(self) -> int:
-        """Return how many blocks several ranks hold."""
+    def apart(self) -> Indices:
+        """Return the blocks that several ranks hold, ascending."""
         owners = self.owners.reshape(-1, self.block)
-        return int((owners != owners[:, :1]).any(axis=1).sum())
+        return np.flatnonzero((owners != owners[:, :1]).any(axis=1))
 
     def units_of(self, rank: int) -> Indices:
         """Return the units that ``rank`` owns, in the order in which they lie there."""
@@ -164,13 +165,19 @@ def home_counts(num_units: int, num_ranks: int, block: int = 1) -> tuple[int, ..
     return ((each + 1) * block,) * left + (each * block,) * (num_ranks - left)
 
 
+def units_by_block(units: Sequence[int] | Indices, block: int) -> tuple[Counter[int], int]:
+    """Return how many of a rank's units, ascending, each of its blocks has, and the most that divides all these."""
+    of_blocks = Counter(int(unit) // block for unit in units)
+    return of_blocks, math.gcd(*of_blocks.values())
+
+
 @lru_cache(maxsize=1024)
 def blocks_held(counts: tuple[int, ...], block: int) -> tuple[tuple[int, ...], int]:
     """Return of how many blocks each rank holds some unit, if ranks own so many units, and how many are apart."""
     num_units = sum(counts)
     owned = OwnershipMap.home(num_units, len(counts), block).with_counts(counts)
     pairs = np.unique(owned.owners * num_units + np.arange(num_units) // block)  # of a rank and a block
-    return tuple(np.bincount(pairs // num_units, minlength=len(counts)).tolist()), owned.num_apart
+    return tuple(np.bincount(pairs // num_units, minlength=len(counts)).tolist()), len(owned.apart)
 
 
 def normalised(shares: Sequence[float]) -> tuple[float, ...]:

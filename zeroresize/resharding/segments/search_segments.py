@@ -80,14 +80,13 @@ def _hold_whole_units(segments: Sequence[OwnedSegment], process_group: ProcessGr
 
     _agree_on_whole_units(plan, process_group, device)
     for segment in segments:
-        cut = segment.cut
-        for where in cut:
-            held, begins = held_at_home(where, segment.owned)
+        cut = [(where, held_at_home(where, segment.owned)) for where in segment.cut]
+        for where, (held, begins) in cut:
             local = part_of_rank(_whole(where, process_group), where.dim, where.owner.parts, held, rank, begins)
             replace_data(where.parameter, local, None)
             guard_dtensors([where.parameter], are_away=False, refused=METHODS)
-        for where in cut:
-            where.owner.divide_by(*held_at_home(where, segment.owned), where.block)
+        for where, at_home in cut:
+            where.owner.divide_by(*at_home, where.block)
         segment.follow(rank)
 
 

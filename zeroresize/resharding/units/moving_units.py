@@ -215,10 +215,9 @@ class _Route:
         self.num_before, self.num_after = map(len, held)
         kept = np.intersect1d(carried[0], carried[1], assume_unique=True)
         self._kept_of, self._kept_at = (np.searchsorted(units, kept) for units in held)
-        is_whole = block == 1 or are_gradients
-        self.of_gradients = self if is_whole else _Route(before, after, rank, block, are_gradients=True)
-        self.changes = bool(self.places or (self is not self.of_gradients and self.of_gradients.places))
-        self.changes = self.changes or self.num_before != self.num_after
+        is_same = block == 1 or are_gradients
+        self.of_gradients = self if is_same else _Route(before, after, rank, block, are_gradients=True)
+        self.changes = bool(self.places or self.of_gradients.places) or self.num_before != self.num_after
 
     def copy_kept(self, old: Tensor | None, new: Tensor) -> None:
         """Copy the units that stay from one stack into the other; None stands for zeros."""

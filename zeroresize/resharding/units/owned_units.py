@@ -95,8 +95,9 @@ class OwnedUnits:
         self._rank, self._num_ranks = group_rank(process_group), group_size(process_group)
         self.segments: Sequence[OwnedSegment] = owned_segments(layers)
         self._layers, self.sharing = layers, [segment for segment in self.segments if segment.shared]
+        are_whole = bool(self.sharing) and self._steps_by_place
         for segment in self.sharing if self.is_home else ():  # else they go on as they are
-            segment.keep_blocks_whole(self._steps_by_place)
+            segment.keep_blocks_whole(are_whole)
         self.works: tuple[SegmentWork, ...] = segment_works(layers)
         if self.sharing:
             with suppress(ValueError, TypeError):  # nothing that torch steps is in it
@@ -168,8 +169,7 @@ class OwnedUnits:
         """Agree that where units of one rank cannot move or be divided, those of no rank can; collective."""
         reasons = self.why_not_divisible, self.why_not_stepped, self.why_not_movable
         self.why_not_divisible, self.why_not_stepped, self.why_not_movable = gather_reasons(self.meet, *reasons)
-        have_copies = any(layer.shared_rows for segment in self.sharing for layer in segment.modules)
-        if self.why_not_divisible is not None and (have_copies or not self.is_home):
+        if self.why_not_divisible is not None and not (self.is_home and self._name_apart is None):
             raise ValueError(f"units are divided by the shares {list(self.shares)}: {self.why_not_divisible}")
 
     def why_not_now(self) -> str | None:
@@ -284,6 +284,11 @@ class OwnedUnits:
         return bool(self.sharing) and not self._steps_by_place
 
     @property
+    def _name_apart(self) -> str | None:
+        """A segment of which several ranks hold some rows."""
+        return next((segment.name for segment in self.sharing if len(segment.owned.apart)), None)
+
+    @property
     def _steps_by_place(self) -> bool:
         """Whether copies of what units share might not stay alike, bit by bit."""
         try:
@@ -304,8 +309,7 @@ class OwnedUnits:
             stepped = None
         if stepped is None:
             return None, None
-        apart = (segment.name for segment in self.segments if any(each.shared_rows for each in segment.modules))
-        if (name := next(apart, None)) is not None and self._steps_by_place:
+        if (name := self._name_apart) is not None and self._steps_by_place:
             return (
                 f"units of {name} that share rows are on several ranks, whose copies the optimizer would step by where "
                 "they lie, as fused kernels on the CPU do: use fused=False, or pass it to convert as optimizer="
