@@ -25,13 +25,13 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 46_267,
-    "package files": 272,
-    "package code lines": 29_826,
-    "tests lines": 43_620,
-    "examples lines": 12_710,
-    "docs lines": 4_345,
-    "tuning constants": 148,
+    "package lines": 46_792,
+    "package files": 273,
+    "package code lines": 30_194,
+    "tests lines": 44_072,
+    "examples lines": 12_726,
+    "docs lines": 4_354,
+    "tuning constants": 149,
 }
 
 

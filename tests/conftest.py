@@ -172,7 +172,14 @@ def cheap_moves(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def copies_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of models so small that sums of gradients would take longer than products, heads move one by one."""
-    monkeypatch.setattr("zeroresize.control.mover.measure_copies", lambda *_: (0.0, 1.0))
+    monkeypatch.setattr("zeroresize.control.mover.measure_copies", lambda *_: [0.0] * 4)
+
+
+@pytest.fixture
+def any_gain_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads are divided as shares want it."""
+    for module in ("control.mover", "layers.segment"):
+        monkeypatch.setattr(f"zeroresize.{module}.COPY_GAIN", 0.0)
 
 
 @pytest.fixture

@@ -12,7 +12,15 @@ from vit_examples.config import RunConfig
 from vit_examples.data import expand_variables
 from vit_examples.harness.dry_run import Needs, show_needs
 from vit_examples.model import build_vit, parallel_style
-from zeroresize.plan.ownership import SegmentWork, checked_shares, neuron_quantum, unit_counts
+from zeroresize.plan.ownership import (
+    COPY_GAIN,
+    CopyCosts,
+    SegmentWork,
+    checked_shares,
+    neuron_quantum,
+    slices_of,
+    unit_counts,
+)
 from zeroresize.policy.tensor.memory import GroupMemory, HeldBytes
 
 
@@ -81,7 +89,8 @@ class _Part:
     def of(cls, config: RunConfig, shares: Sequence[float], rank: int) -> _Part:
         checked = checked_shares(shares, len(shares))
         heads, neurons = (
-            unit_counts(checked, segment)[rank] / segment.num_units for segment in _segments(config, len(shares))
+            segment.loads(unit_counts(checked, segment), held=True)[rank] / len(shares)
+            for segment in _segments(config, len(shares))
         )
         return cls(heads, neurons, 1.0 / len(shares))
 
@@ -100,7 +109,17 @@ def _segments(config: RunConfig, num_ranks: int) -> tuple[SegmentWork, SegmentWo
     mlp_size = model.mlp_size or 4 * model.hidden_size
     of_heads = 4 * model.hidden_size / (4 * model.hidden_size + 2 * mlp_size)
     neurons = SegmentWork(mlp_size, neuron_quantum(mlp_size, num_ranks), 1.0 - of_heads)
-    return SegmentWork(model.num_heads, 1, of_heads), neurons
+    slices = slices_of(model.num_heads, num_ranks)
+    heads = SegmentWork(
+        model.num_heads * slices,
+        1,
+        of_heads,
+        block=slices,
+        shared=1 / 2,  # keys and values
+        slices=slices,
+        copies=CopyCosts(any_whole=COPY_GAIN),
+    )
+    return heads, neurons
 
 
 def activation_bytes(config: RunConfig, part: _Part) -> int:

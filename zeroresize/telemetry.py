@@ -47,7 +47,8 @@ class UpdateRecord:
             nobody computes, and what other ranks do.
         borrowed: what it computes for others, in units of its product FLOPs at even shares.
         owned: what it owns of the products, in the same units; 1 is what its host gave it.
-        units: how many neurons, heads, … it owns, of all segments together, by what they are; empty in a group of one.
+        units: how many neurons, heads, … it owns, of all segments together, by what they are: 1.5 where it computes
+            half of one; empty in a group of one.
         lent_to: what each other rank computes of ``lent``, by its number as text (as JSON has it).
         layer_shares: share of every layer's columns that is pruned, by layer name.
         predicted_step_s: of the group under the plan: its slowest rank's busy time and the collectives.
@@ -87,7 +88,7 @@ class UpdateRecord:
     products_bound_s: float = math.nan
     moving_rest: float = math.nan
     owned: float = 1.0
-    units: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    units: Mapping[str, float] = dataclasses.field(default_factory=dict)
     moved_bytes: int = 0
     moving_s: float = 0.0
     would: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.same_ranks, pytest.mark.usefixtures("lending_is_dear",
 HEAD = 8
 
 
-def attention(heads, kv_heads):
+def attention(heads, kv_heads, **options):
     """A model as ``Run`` takes it."""
 
     class Attention(nn.Module):
@@ -28,6 +28,7 @@ def attention(heads, kv_heads):
             self.up, self.k, self.v = split(heads), split(kv_heads), split(kv_heads)
             self.down = zr.RowParallelLinear.from_linear(nn.Linear(heads * HEAD, FEATURES), process_group=group)
             named = {"unit_size": HEAD, "shared": ["k", "v"], "group_size": heads // kv_heads, "min_units": 0}
+            named |= options
             zr.convert(self, process_group=group, segments=[zr.Segment(["up"], "down", kind="heads", **named)])
 
         def forward(self, x):
@@ -44,7 +45,7 @@ def trained(run, group, chi_here, number=8):
     run.updates(number)
     began_s = run.time.now
     run.steps(1)
-    return max(gathered(group, run.time.now - began_s)) - 0.01, run.model.down.segment.owned.counts
+    return max(gathered(group, run.time.now - began_s)) - 0.01, run.model.down.segment.counts
 
 
 #: Ranks, heads, those of k and v, χ of rank 0 → heads of each rank, and how many blocks of k and v the slowest has.
@@ -82,3 +83,29 @@ def test_heads_or_groups_of_a_slow_rank_move(rank, group):
 @on_ranks(4)
 def test_heads_of_a_slow_rank_of_four_move(rank, group):
     check_cases(rank, group, 4)
+
+
+@on_ranks(2)
+def test_ranks_of_one_head_each_divide_the_slow_ones_and_whole_ones_stay(rank, group):
+    of_rank = {}
+    for divisible in (False, True):
+        model = attention(2, 2, divisible=divisible)
+        run = Run(group, gather_s=0.0, model=model, mode="exact", update_every=4)
+        run.x = run.x.repeat(32, 1)
+        even_s, _ = trained(run, group, 1.0, 2)
+        step_s, now = trained(run, group, 2.0 if rank == 0 else 1.0)
+        of_rank[divisible] = step_s / even_s
+        assert (now == (1, 1)) != divisible and sum(now) == 2, (
+            now,
+            run.model.down.segment.quantum,
+            run.balancer._parts.decider.controller.verdict,
+            run.balancer._parts.decider.plan.owned,
+            run.balancer._parts.decider.controller.ownership.segments,
+        )
+        if divisible:  # keys and values are those of all tokens of the only sequence
+            own = (HEAD_WORK * now[0] + BLOCK_WORK) * 2.0, HEAD_WORK * now[1] + 2 * BLOCK_WORK
+            assert of_rank[True] == pytest.approx(max(own) / (HEAD_WORK + BLOCK_WORK), rel=0.02)
+        step_s, now = trained(run, group, 1.0)
+        assert now == (1, 1) and step_s == pytest.approx(even_s)
+        run.balancer.close()
+    assert of_rank[False] == pytest.approx(2.0) and of_rank[True] < 1.7

@@ -69,8 +69,8 @@ def segment(number, of_group=4, num_ranks=2, **options):
     return zr.Segment(**named | options)
 
 
-def divided(group, of_group=4, host=None, **options):
-    segments = [segment(number, of_group, group.size()) for number in range(2)]
+def divided(group, of_group=4, host=None, divisible=False, **options):
+    segments = [segment(number, of_group, group.size(), divisible=divisible) for number in range(2)]
     return zr.convert(split(group, of_group, host), process_group=group, segments=segments, **options)
 
 
@@ -88,15 +88,15 @@ def train(model, optimizer, num_steps, clip, after_step=lambda: None, micro_batc
     return values
 
 
-def balanced(group, of_group=4, host=None, *, wrap=lambda model: model, of_optimizer=None, **config):
-    model = divided(group, of_group, host)
+def balanced(group, of_group=4, host=None, *, wrap=lambda model: model, of_optimizer=None, divisible=False, **config):
+    model = divided(group, of_group, host, divisible)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **(of_optimizer or {}))
     config = zr.BalanceConfig(**{"mode": "off", **config})
     return model, optimizer, zr.Balancer(wrap(model), optimizer, config, process_group=group)
 
 
 def counts_of(model):
-    return [attention.out.segment.owned.counts for attention in model]
+    return [attention.out.segment.counts for attention in model]
 
 
 def require_copies_alike(model, group):
@@ -104,7 +104,8 @@ def require_copies_alike(model, group):
     for attention in model:
         for where in (each for each in attention.out.segment.tensors if each.block > 1):
             held = where.held(attention.out.segment.owned, dist.get_rank(group)).tolist()
-            blocks = local_of(where.parameter).detach().unflatten(0, (-1, HEAD)) if held else []
+            by_row = local_of(where.parameter).detach().movedim(where.dim, 0)
+            blocks = by_row.unflatten(0, (-1, HEAD)) if held else []
             by_rank = gathered(group, dict(zip(held, blocks, strict=True)))
             for block in {number for of_rank in by_rank for number in of_rank}:
                 first, *others = (of_rank[block] for of_rank in by_rank if block in of_rank)

@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroresize.plan.layout import Layout
-from zeroresize.plan.ownership import OwnershipMap, SegmentWork, home_counts, unit_counts
+from zeroresize.plan.ownership import (
+    CopyCosts,
+    OwnershipMap,
+    SegmentWork,
+    home_counts,
+    most_travelling,
+    slices_of,
+    unit_counts,
+)
 from zeroresize.policy.tensor.memory import GroupMemory, HeldBytes
 from zeroresize.policy.tensor.rules.ownership import nearest_fitting, normalised
 
@@ -106,3 +114,40 @@ def test_no_division_into_heads_is_shorter(ranks_and_work, data):
     all_counts = (counts for counts in itertools.product(each, repeat=num_ranks) if sum(counts) == work.num_units)
     shortest = min(longest(counts, shares, work) for counts in all_counts)
     assert longest(unit_counts(shares, work), shares, work) == pytest.approx(shortest)
+
+
+@given(st.integers(2, 8), st.integers(1, 3), st.sampled_from([1, 2, 4]), st.data())
+def test_heads_are_divided_as_finely_as_slices_are_where_copies_cost_nothing(num_ranks, heads, of_group, data):
+    slices = slices_of(heads * of_group, 1)
+    num_units = num_ranks * heads * of_group * slices
+    work = SegmentWork(num_units, 1, 1.0, block=of_group * slices, shared=0.0, slices=slices)
+    shares = normalised(data.draw(st.lists(st.floats(0.2, 3.0), min_size=num_ranks, max_size=num_ranks)))
+    counts = unit_counts(shares, work)
+    finest = unit_counts(shares, SegmentWork(num_units, 1, 1.0))
+    assert longest(counts, shares, work) <= longest(finest, shares, work) * (1.0 + 1e-9)
+    assert slices == 1 or 24 < slices * heads * of_group <= 48 or slices == 16
+
+
+@given(st.integers(2, 6), st.integers(1, 3), st.data())
+def test_ranks_hold_whole_heads_of_which_they_compute_slices(num_ranks, heads, data):
+    slices, num_sequences = 8, data.draw(st.sampled_from([None, 1, 2, 3, 8]))
+    copies = CopyCosts(num_sequences=num_sequences)
+    num_units = num_ranks * heads * slices
+    work = SegmentWork(num_units, 1, 1.0, block=slices, shared=0.5, slices=slices, copies=copies)
+    counts = data.draw(counts_of(num_units, num_ranks))
+    owners = OwnershipMap.home(num_units, num_ranks, slices, slices).with_counts(counts).owners.reshape(-1, slices)
+    held = [(owners == rank).any(axis=1).sum() / heads for rank in range(num_ranks)]
+    assert work.loads(counts, held=True) == pytest.approx(held)
+    grain = {None: 1, 1: 8, 2: 4, 3: 4, 8: 1}[num_sequences]
+    of_keys = [(owners.reshape(-1, grain) == rank).any(axis=1).sum() * grain for rank in range(num_ranks)]
+    expected = [(count + keys) / 2 / (heads * slices) for count, keys in zip(counts, of_keys, strict=True)]
+    assert work.loads(counts) == pytest.approx(expected)
+
+
+def test_a_head_that_seven_ranks_take_parts_of_travels_to_each():
+    work = SegmentWork(24 * 16, 1, 0.5, block=16, shared=0.5, slices=16)
+    even, uneven = (1.0,) * 8, normalised((0.5,) + (1.0,) * 7)
+    home = OwnershipMap.home(24 * 16, 8, 16, 16)
+    owners = home.with_counts(unit_counts(uneven, work)).owners.reshape(-1, 16)
+    given_heads = sum(len(set(of_head) - {0}) for of_head in owners[:3].tolist())
+    assert given_heads >= 7 and most_travelling(even, uneven, [work]) == pytest.approx(0.5 * given_heads / 3)

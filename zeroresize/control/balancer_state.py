@@ -176,7 +176,7 @@ def _require_fitting(parts: Parts, state: _OfRank, where: str) -> None:
     for name, layer in parts.setup.layers.items():
         shape = tuple(layer.home_shape)
         if layer.segment is not None:
-            shape = shape_with(layer, len(_units_of_layer(state.units, parts, layer)))
+            shape = shape_with(layer, _units_of_layer(state.units, parts, layer))
         of_units[name] = shape[1]
     if columns != of_units:
         raise ValueError(f"{where}.selector.columns: {columns} do not fit the units")

@@ -14,7 +14,7 @@ from zeroresize.comm.pausing import Restraint
 from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import MIGRATING_MODES
 from zeroresize.plan.group import WorkloadPlan
-from zeroresize.plan.ownership import SegmentWork
+from zeroresize.plan.ownership import CopyCosts, SegmentWork
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.tensor.controller import Controller
 from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost
@@ -161,11 +161,11 @@ class GroupDecision:
         for controller in (self.controller, *self.what_if.controllers):
             controller.expect_memory(memory)
 
-    def expect_segments(self, segments: Sequence[SegmentWork], copy_cost: float) -> None:
+    def expect_segments(self, segments: Sequence[SegmentWork], copy_costs: CopyCosts) -> None:
         """Count units of these segments from now on, as what carries decisions out does; alike on all ranks."""
         self._segments = segments
         for controller in (self.controller, *self.what_if.controllers):
-            controller.ownership.expect_segments(segments, copy_cost)
+            controller.ownership.expect_segments(segments, copy_costs)
         if self.memory is not None:
             self.expect_memory(self.memory.of_segments(segments))
 

@@ -77,9 +77,10 @@ class MemoryWatch:
 
     def _of_activations(self) -> float:
         """Bytes of activations of an even share; 0 where this rank has none that would tell."""
-        counts = [(segment.owned.counts[self._setup.rank], segment.owned) for segment in self._segments]
-        here = math.fsum(count * owned.num_ranks / len(owned.owners) for count, owned in counts)
-        return self._activations.within * len(counts) / here if here else 0.0
+        maps = [segment.owned for segment in self._segments]
+        held = [len(owned.blocks_of(self._setup.rank, owned.slices)) * owned.slices for owned in maps]
+        here = math.fsum(units * owned.num_ranks / len(owned.owners) for units, owned in zip(held, maps, strict=True))
+        return self._activations.within * len(maps) / here if here else 0.0
 
 
 class _BytesOfElement:

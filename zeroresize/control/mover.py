@@ -15,16 +15,15 @@ from zeroresize.control.observer import Observer
 from zeroresize.control.plan_execution import PlanExecution
 from zeroresize.control.reporter import Reporter
 from zeroresize.control.setup import Setup
-from zeroresize.layers.segment import COPY_COST
 from zeroresize.layers.segments import segments_of_layers, work_of_layers
 from zeroresize.measure.calibration import calibrate_group, measure_copies
 from zeroresize.measure.links import measure_move_cost
 from zeroresize.measure.timed_products import BUDGET_S
 from zeroresize.migration.lender import Lender
+from zeroresize.plan.ownership import COPY_GAIN, CopyCosts
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.tensor.columns.selector import ColumnSelector
 from zeroresize.policy.tensor.costs import MigrationCost
-from zeroresize.policy.tensor.estimation.times import LEAST_SECONDS
 from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryError, gather_reasons
 from zeroresize.resharding.units.owned_units import Move
 
@@ -127,8 +126,8 @@ class Mover:
     def follow_loaded(self, num_steps: int) -> None:
         """Let units change hands as a loaded state has it; they stay where this run keeps them as they were given."""
         units, decider, shares = self.units, self._decider, self._decider.plan.owned
-        if decider.controller.ownership.copy_cost is not None:
-            self._expect_copies(decider.controller.ownership.copy_cost)
+        if decider.controller.ownership.copy_costs is not None:
+            self._expect_copies(decider.controller.ownership.copy_costs)
         if units is None or shares == units.shares:
             return
         memory = decider.memory
@@ -229,16 +228,20 @@ class Mover:
         per_byte_s, fixed_s, num_bytes = (max(column) for column in zip(*rows, strict=True))
         if units.may_be_apart and units.is_home:
             segment = max(units.sharing, key=lambda segment: sum(layer.even_shape.numel() for layer in segment.modules))
-            rows = everybody.gather(measure_copies(segment, self._setup.process_group))
-            sums_s, products_s = zip(*rows, strict=True)
-            self._expect_copies(COPY_COST + max(sums_s) / max(min(products_s), LEAST_SECONDS))
+            are_whole = self._config.mode in PRUNING_MODES or any(layer.is_compiled for layer in segment.modules)
+            num_sequences = min(layer.num_sequences for layer in segment.modules)
+            here = [*measure_copies(segment, self._setup.process_group), -num_sequences, are_whole]
+            *costs, fewest, whole = map(max, zip(*everybody.gather(here), strict=True))
+            any_block, each_block, any_whole, each_whole = costs
+            with_gains = any_block, COPY_GAIN + each_block, COPY_GAIN + any_whole, each_whole
+            self._expect_copies(CopyCosts(*with_gains, -int(fewest), bool(whole)))
         self._decider.expect_moves(MoveCost(per_byte_s, fixed_s), num_bytes, BUDGET_S)
 
-    def _expect_copies(self, cost: float) -> None:
+    def _expect_copies(self, costs: CopyCosts) -> None:
         """Let decisions count what copies of rows that units share cost, as all ranks have measured."""
         if self.units is not None and self.units.may_be_apart:
-            self.units.expect_copies(cost)
-            self._decider.expect_segments(self.units.works, cost)
+            self.units.expect_copies(costs)
+            self._decider.expect_segments(self.units.works, costs)
 
     def _require_memory(self, shares: Sequence[float], call: str, *, is_visit: bool = False) -> None:
         """Raise a ValueError on all ranks if one holds more than it may by these shares, and than it does now.

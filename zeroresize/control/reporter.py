@@ -230,7 +230,7 @@ def _what(move: Move) -> str:
     return f"{', '.join(given)} move to {takers}"
 
 
-def _changing(move: Move, how: Callable[[int], bool]) -> list[int]:
+def _changing(move: Move, how: Callable[[float], bool]) -> list[int]:
     return [rank for rank in range(len(move.after)) if any(how(change[rank]) for change in move.changes.values())]
 
 

@@ -28,7 +28,7 @@ from zeroresize.layers.linear import ParallelLinear
 from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segment import OwnedSegment, Segment, UnitTensor
 from zeroresize.layers.splitting import checked_parts
-from zeroresize.plan.ownership import OwnershipMap, neuron_quantum
+from zeroresize.plan.ownership import OwnershipMap, neuron_quantum, slices_of
 from zeroresize.utils.torch_private import buffers_of, children_of, parameters_of
 
 _SPLITS_ITSELF = "it takes the whole input and splits it evenly itself"
@@ -187,7 +187,8 @@ class _Search:
         owned.may_draw = not is_proven
         if not is_proven:
             rows = {tensor.owner: tensor.rows for tensor in owned.tensors}
-            units = owned.owned.units_of(group_rank(self._layers[row].process_group)).tolist()
+            rank = group_rank(self._layers[row].process_group)
+            units = owned.owned.blocks_of(rank, owned.owned.slices).tolist()
             require_sound(segment, {name: rows[self._layers[name]] for name in names}, units, self._modules)
             if segment.parts is not None:
                 self.with_given_parts.update(columns)
@@ -203,7 +204,10 @@ class _Search:
             raise StaysEven(f"{num_units} units are no whole groups of group_size={block}")
         if block > 1 and not segment.shared:
             raise StaysEven(f"group_size={block} needs the layers whose rows units share: name them by shared=")
-        owned = OwnershipMap.home(num_units, self._num_ranks, block)
+        if segment.divisible and not (segment.shared and len(segment.column) == 1 and not segment.dropouts):
+            raise StaysEven("divisible=True needs one layer of queries, keys and values by shared=, and no dropouts=")
+        slices = slices_of(num_units, self._num_ranks) if segment.divisible else 1
+        owned = OwnershipMap.home(num_units * slices, self._num_ranks, block * slices, slices)
         num_here, names = min(owned.counts), (*columns, row)
         if left or not num_here:
             raise StaysEven(
@@ -212,23 +216,25 @@ class _Search:
             )
         tensors: list[UnitTensor] = []
         for number, name in enumerate(columns):
-            of_layer = 1 if number < len(segment.column) else block
+            is_shared = number >= len(segment.column)
+            of_layer = block if is_shared else 1
             rows = self._rows(name, segment, num_units // of_layer)
-            if of_layer > 1 and len(rows) > 1:
+            if of_layer * slices > 1 and len(rows) > 1:
                 raise StaysEven(f"{name} holds several parts, whose rows no units can share")
-            tensors += self._tensors(name, rows, of_layer)
+            tensors += self._tensors(name, rows, of_layer * slices, is_shared=is_shared)
         if len(self._layers[row].parts or ()) > 1:
             raise StaysEven(f"{row} reads several parts, parts={self._layers[row].parts}")
-        if segment.min_units > num_here:
-            raise StaysEven(f"min_units={segment.min_units}: allowed are 0 to {num_here}, what a rank has")
+        if segment.min_units * slices > num_here:
+            raise StaysEven(f"min_units={segment.min_units}: allowed are 0 to {num_here // slices}, what a rank has")
         # torch's clipping by the largest element is an error on a rank whose part of a DTensor is empty.
         least = max(segment.min_units, int(any(self._layers[name].has_dtensors for name in names)))
         quantum = neuron_quantum(num_units, self._num_ranks) if unit_size == block == 1 else 1
+        least *= slices
         held = OwnedSegment(
             name=row,
             kind=segment.kind,
             layers=names,
-            tensors=(*tensors, *self._tensors(row, (unit_size,))),
+            tensors=(*tensors, *self._tensors(row, (unit_size,), slices, is_shared=False)),
             owned=owned,
             quantum=quantum,
             min_units=-(-least // quantum) * quantum,  # so that all counts are multiples
@@ -238,7 +244,7 @@ class _Search:
             dropouts=tuple(segment.dropouts),
             has_other_dropout=segment.has_other_dropout,
         )
-        cut = next((where.owner for where in held.cut if _stays_cut(where)), None)
+        cut = next((where.owner for where in held.cut if _stays_cut(where, slices)), None)
         if cut is not None:
             name = self._name_of(cut)
             raise StaysEven(
@@ -262,12 +268,12 @@ class _Search:
             )
         return tuple(part // num_units for part in parts)
 
-    def _tensors(self, name: str, rows: tuple[int, ...], block: int = 1) -> Iterator[UnitTensor]:
+    def _tensors(self, name: str, rows: tuple[int, ...], block: int, *, is_shared: bool) -> Iterator[UnitTensor]:
         layer: Any = self._layers[name]
         dim = 0 if layer.is_column_parallel != layer.weight_is_transposed else 1
-        yield UnitTensor(layer, "weight", f"{name}.weight", dim, rows, block)
+        yield UnitTensor(layer, "weight", f"{name}.weight", dim, rows, block, is_shared)
         if layer.is_column_parallel and parameters_of(layer).get("bias") is not None:
-            yield UnitTensor(layer, "bias", f"{name}.bias", 0, rows, block)
+            yield UnitTensor(layer, "bias", f"{name}.bias", 0, rows, block, is_shared)
 
     def _require_movable(self, name: str) -> None:
         layer: Any = self._layers[name]
@@ -335,10 +341,10 @@ def _still_sound(
     return ask
 
 
-def _stays_cut(where: UnitTensor) -> bool:
+def _stays_cut(where: UnitTensor, slices: int) -> bool:
     """Whether what ranks hold of a parameter stays: of torch's DTensors, and of shared rows, they may hold others."""
     layer = where.owner
-    is_known = layer.has_dtensors or (where.block > 1 and isinstance(layer, ParallelLinear))
+    is_known = layer.has_dtensors or (where.block > slices and isinstance(layer, ParallelLinear))
     may_change = is_known and not layer.refused_at_home and len(layer.parts or ()) == 1
     return not may_change or layer.is_sharded_further(layer.weight) or layer.weight.is_meta
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,10 +20,12 @@ from torch import Tensor, nn
 
 from zeroresize.integrations.changed_modules import remembered_by, why_changed, why_hooked
 from zeroresize.integrations.known_modules import SegmentAdapter, StaysEven, is_elementwise_module, register_by_name
-from zeroresize.integrations.unit_proof import require_unmixed_in_call
+from zeroresize.integrations.unit_proof import MixesUnitsError, require_divisible, require_unmixed_in_call
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OnChange, Segment
 from zeroresize.plan.ownership import units_by_block
+
+logger = logging.getLogger(__name__)
 
 #: The dimension of attention probabilities [B, heads, T, T] that holds heads.
 _HEADS = 1
@@ -46,10 +49,10 @@ def _bert_attention(module: Any) -> Segment:
         attention.num_attention_heads = len(heads)
         attention.all_head_size = len(heads) * head_size
 
-    columns = [attention.query, attention.key, attention.value]
     return Segment(
-        columns,
+        [attention.query],
         output.dense,
+        shared=[attention.key, attention.value],
         unit_size=head_size,
         on_change=set_heads,
         min_units=_fewest_heads(attention),
@@ -85,12 +88,11 @@ def _llama_attention(module: Any) -> Segment:
             if hasattr(module, name):  # older versions, and ShardFormer
                 setattr(module, name, count)
 
-    keys_and_values = [module.k_proj, module.v_proj]
     return Segment(
-        [module.q_proj, *(keys_and_values if groups == 1 else ())],
+        [module.q_proj],
         module.o_proj,
         unit_size=head_size,
-        shared=() if groups == 1 else keys_and_values,
+        shared=[module.k_proj, module.v_proj],
         group_size=groups,
         on_change=set_heads,
         min_units=_fewest_heads(module),
@@ -184,23 +186,46 @@ def _implementation(module: Any) -> str | None:
 def _require_unmixed(module: Any, segment: Segment) -> None:
     """Check by numbers that the module treats units alike, whatever it calls."""
     row: Any = segment.row
-    parts = segment.parts if isinstance(segment.parts, int) else 1
-    num_units, size = row.whole_size // segment.unit_size, segment.group_size
-    columns: list[Any] = list(segment.column)
-    shared: list[Any] = list(segment.shared)
+    size = segment.group_size
     try:
         with _without_flash_attention(module):
             # A unit of each group, with rows of its own of k and v; whole groups; and these beside units so apart.
             for of_each, are_apart in [(1, False), (size, False), (size, True)][: 1 if size == 1 else 3]:
-                rows = {layer: (of_each * layer.whole_size // num_units // parts,) * parts for layer in columns}
-                rows |= {layer: (layer.whole_size * size // num_units,) for layer in shared}
+                rows = _rows_of(segment, of_each)
                 on_change = partial(_in_groups, segment.on_change, of_each, size)
                 call, num_rows = partial(_call, module), of_each * segment.unit_size
                 of_single = partial(_in_groups, segment.on_change, of_each, size, apart=True)
-                apart = (of_single, dict.fromkeys(shared, size)) if are_apart else None
+                apart = (of_single, dict[Any, int].fromkeys(segment.shared, size)) if are_apart else None
                 require_unmixed_in_call(module, rows, row, num_rows, call, on_change, apart)
     except Exception as error:  # whatever its functions make of the numbers
         raise StaysEven(f"{type(module).__name__}, computed with numbers: {type(error).__name__}: {error}") from error
+
+
+def _is_divisible(module: Any, segment: Segment) -> bool:
+    """Whether heads may be computed on several ranks, by each for some of the tokens, as numbers prove."""
+    try:
+        if not segment.shared or segment.has_other_dropout or segment.dropouts or _is_read(module):
+            raise MixesUnitsError("q, k and v are one layer, dropout is within, or its forward is not its class's")
+        rows, on_change = _rows_of(segment, 1), partial(_in_groups, segment.on_change, 1, segment.group_size)
+        call = partial(_call, module)
+        require_divisible(module, rows, segment.shared, segment.row, segment.unit_size, call, on_change)
+    except Exception as error:
+        logger.debug("the heads of a %s are owned whole: %s", type(module).__name__, error)
+        return False
+    return True
+
+
+def _rows_of(segment: Segment, of_each: int) -> dict[Any, tuple[int, ...]]:
+    """How many features of the column-parallel layers belong to so many units of a group."""
+    row: Any = segment.row
+    parts = segment.parts if isinstance(segment.parts, int) else 1
+    num_units, columns, shared = (
+        row.whole_size // segment.unit_size,
+        list[Any](segment.column),
+        list[Any](segment.shared),
+    )
+    rows = {layer: (of_each * layer.whole_size // num_units // parts,) * parts for layer in columns}
+    return rows | {layer: (layer.whole_size * segment.group_size // num_units,) for layer in shared}
 
 
 def _in_groups(on_change: OnChange | None, of_each: int, size: int, groups: list[int], *, apart: bool = False) -> None:
@@ -281,7 +306,8 @@ def _checked(adapter: Callable[[Any], Segment | None]) -> SegmentAdapter:
                 )
             return None
 
-        return dataclasses.replace(reading, why_even=why_even)
+        divisible = all(isinstance(each, BalancedLinear) for each in reading.layers) and _is_divisible(module, reading)
+        return dataclasses.replace(reading, why_even=why_even, divisible=divisible)
 
     return checked
 

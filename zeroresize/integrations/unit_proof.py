@@ -2,12 +2,13 @@
 
 What lies between is computed twice, from the same numbers in float64 in place of the column-parallel layers' outputs:
 of some units, and of a few of these in another order. Each unit must have the same result and the same gradient both
-times. Nothing is sent, and what the model holds is put back.
+times. Nothing is sent, and what the model holds is put back. That heads may be divided is proven likewise: of some
+tokens and of all others, results and gradients must sum up to those of all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -17,16 +18,23 @@ from torch.overrides import TorchFunctionMode
 
 from zeroresize.integrations.changed_modules import own_hooks_off
 from zeroresize.integrations.module_state import nothing_kept
+from zeroresize.layers.divided_heads import Division, marked, whole_heads
+from zeroresize.layers.shared_rows import Span
 from zeroresize.utils.torch_private import gradients_within_modes, is_compiled_module
 
 #: How many units there are, and which of them remain, in which order.
 NUM_UNITS, KEPT = 12, (7, 2, 3, 11, 5)
 #: Dimensions before the features.
 _BATCH = (2, 3)
+#: Of so many tokens, those of which two ranks compute heads: all of a sequence are one's, of the other both have some.
+_NUM_TOKENS, _SPANS = 6, ((0, 5), (5, 6))
 #: Of the largest element: more than rounding makes where something computes in float32 whatever it is given.
 _TOLERANCE = 1e-5
 #: Of a layer's output, or input: how many features a unit has in each of its parts.
 Rows = tuple[int, ...]
+#: What runs a module on x, and what tells it of its units.
+Call = Callable[[Tensor], object]
+Tell = Callable[[list[int]], object]
 
 
 class MixesUnitsError(Exception):
@@ -45,8 +53,11 @@ class Stimulus:
         row, num_rows: the row-parallel layer, and how many features of a unit it reads.
         units: that are there.
         times: how often each unit of a layer is returned, one after the other; once where none is told.
+        span: of which tokens units are computed.
+        shared: the layers that compute all tokens of a sequence, where it is not of all.
 
     Attributes:
+        division: of the units among ranks, one of which this is.
         results: the row-parallel layer's inputs, each followed by the gradients of the outputs so far, with their rows.
         elsewhere: what else was computed with, where a forward is traced; units must have no part in it.
         is_in_backward: whether a gradient is computed, for which activation checkpointing may compute again.
@@ -59,6 +70,8 @@ class Stimulus:
         num_rows: int,
         units: Sequence[int],
         times: Mapping[Any, int] | None = None,
+        span: Span = (0, _NUM_TOKENS),
+        shared: Collection[Any] = (),
     ) -> None:
         self.columns, self.row, self.units, self._rows, self._times = columns, row, units, (num_rows,), times or {}
         self.device = torch.device("cpu") if row.weight.is_meta else row.weight.device
@@ -67,6 +80,9 @@ class Stimulus:
         generator = torch.Generator().manual_seed(0)
         self._drawn = {layer: self._draw(rows, generator) for layer, rows in columns.items()}
         self._weights = self._draw(self._rows, generator)
+        self.division, self._shared = Division(((span,),) * len(units), _NUM_TOKENS, _NUM_TOKENS), shared
+        tokens = torch.arange(_NUM_TOKENS, device=self.device).view(*_BATCH, 1)
+        self._is_here = (tokens >= span[0]) & (tokens < span[1])
         self.begin()
 
     def begin(self) -> None:
@@ -79,13 +95,17 @@ class Stimulus:
         output = self._drawn[layer].clone().requires_grad_()
         if not self.is_in_backward:  # where activation checkpointing computes again
             self._outputs.append((output, self.columns[layer]))
+        if layer in self._shared:
+            return output * self._is_here.any(dim=1, keepdim=True)
+        if self._shared:
+            return marked(output * self._is_here, self.division)
         if layer not in self._times:
             return output
         return output.unflatten(-1, (len(self.units), -1)).repeat_interleave(self._times[layer], -2).flatten(-2)
 
     def record(self, x: Any) -> None:
         """Record the row-parallel layer's input, and gradients of a sum of it in which no two elements cancel."""
-        weights = self._weights
+        weights, x = self._weights * self._is_here, whole_heads(x)
         if not isinstance(x, Tensor) or x.shape[-1] != weights.shape[-1] or x.numel() != weights.numel():
             what = f"of shape {list(x.shape)}" if isinstance(x, Tensor) else "changed by other inputs, too"
             raise MixesUnitsError(f"for {len(self.units)} units what the row-parallel layer reads is {what}")
@@ -99,7 +119,7 @@ class Stimulus:
             self.is_in_backward = True
             gradients = gradients_within_modes(weighted_sum, outputs)
             self.is_in_backward = False
-        self.results.append((x.detach().reshape(weights.shape).double(), self._rows))
+        self.results.append((x.detach().reshape(weights.shape).double() * self._is_here, self._rows))
         for (output, rows), gradient in zip(self._outputs, gradients, strict=True):
             self.results.append((torch.zeros_like(output) if gradient is None else gradient, rows))
 
@@ -139,9 +159,9 @@ def require_unmixed_in_call(
     columns: Mapping[Any, Rows],
     row: Any,
     num_rows: int,
-    call: Callable[[Tensor], object],
-    on_change: Callable[[list[int]], object] | None,
-    apart: tuple[Callable[[list[int]], object], Mapping[Any, int]] | None = None,
+    call: Call,
+    on_change: Tell | None,
+    apart: tuple[Tell, Mapping[Any, int]] | None = None,
 ) -> None:
     """Check that between these layers ``call`` mixes no units.
 
@@ -151,25 +171,59 @@ def require_unmixed_in_call(
     told_of_part, times = apart or (on_change, {})
 
     def compute(stimulus: Stimulus) -> None:
-        def read(x: Any, *_: Any) -> None:
-            stimulus.record(x)
-            raise _Reached
-
-        x = torch.ones(*_BATCH, row.even_shape[0], dtype=torch.float64, device=stimulus.device)
-        is_compiled = any(map(is_compiled_module, module.modules()))
-        eagerly = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
-        kept = nothing_kept(module, but_for_attributes=True)
-        with own_hooks_off(module), kept, torch.no_grad(), eagerly, WatchedFunctions(_without_dropout):
-            tell = on_change if len(stimulus.units) == NUM_UNITS else told_of_part
-            if tell is not None:
-                tell(list(range(len(stimulus.units))))
-            for layer in columns:
-                vars(layer)["forward"] = lambda *_, layer=layer: stimulus.output_of(layer)
-            vars(row)["forward"] = read
-            with suppress(_Reached):
-                call(x)
+        tell = on_change if len(stimulus.units) == NUM_UNITS else told_of_part
+        _call_with(stimulus, module, call, tell)
 
     require_unmixed(columns, row, num_rows, compute, times)
+
+
+def require_divisible(
+    module: nn.Module,
+    columns: Mapping[Any, Rows],
+    shared: Collection[Any],
+    row: Any,
+    num_rows: int,
+    call: Call,
+    on_change: Tell | None,
+) -> None:
+    """Check that heads may be computed on several ranks, by each for some of the tokens.
+
+    Args:
+        shared: those of the column-parallel layers that compute keys and values.
+    """
+    units = range(NUM_UNITS)
+    whole = Stimulus(columns, row, num_rows, units)
+    parts = [Stimulus(columns, row, num_rows, units, span=span, shared=shared) for span in _SPANS]
+    for stimulus in (whole, *parts):
+        _call_with(stimulus, module, call, on_change)
+    if not all(part.division.was_attended for part in parts):
+        raise MixesUnitsError("its attention is not torch's scaled_dot_product_attention")
+    for (expected, _), *ones in zip(whole.results, *(part.results for part in parts), strict=True):
+        difference = (expected - torch.stack([values for values, _ in ones]).sum(dim=0)).abs().max()
+        if not difference <= _TOLERANCE * max(1.0, float(expected.abs().max())):
+            raise MixesUnitsError("a token has other numbers where others are computed elsewhere")
+
+
+def _call_with(stimulus: Stimulus, module: nn.Module, call: Call, tell: Tell | None) -> None:
+    """Have a module compute what lies between its layers."""
+
+    def read(x: Any, *_: Any) -> None:
+        stimulus.record(x)
+        raise _Reached
+
+    row = stimulus.row
+    x = torch.ones(*_BATCH, row.even_shape[0], dtype=torch.float64, device=stimulus.device)
+    is_compiled = any(map(is_compiled_module, module.modules()))
+    eagerly = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
+    kept = nothing_kept(module, but_for_attributes=True)
+    with own_hooks_off(module), kept, torch.no_grad(), eagerly, WatchedFunctions(_without_dropout):
+        if tell is not None:
+            tell(list(range(len(stimulus.units))))
+        for layer in stimulus.columns:
+            vars(layer)["forward"] = lambda *_, layer=layer: stimulus.output_of(layer)
+        vars(row)["forward"] = read
+        with suppress(_Reached):
+            call(x)
 
 
 class WatchedFunctions(TorchFunctionMode):

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from zeroresize.comm.collectives import group_rank, group_size
 from zeroresize.kernels.probe import Probes
 from zeroresize.layers.compiled_products import CompiledForwards, compiled_column_products, compiled_row_products
+from zeroresize.layers.divided_heads import whole_heads, with_divided_heads
 from zeroresize.layers.functional import (
     LastGradients,
     ProductContext,
@@ -100,7 +101,8 @@ class BalancedLinear:
         family: the layer, its deep copies and theirs, as long as something holds them; None before the first one.
         is_copy_of_uneven: whether it is a copy of a layer whose units were away, on this rank or another.
         has_dtensors: whether its parameters are DTensors over its group, of which :attr:`local_weight` is a local part.
-        shared_rows: of a column-parallel layer with rows that units share, while some of these are apart; else None.
+        shared_rows: which rows of the weight, of a row-parallel layer columns, several ranks hold; None for none.
+        num_sequences: of the last training forward's x [B, S, K]; 1 where that has other dimensions.
         parts: how the undivided layer's output features, or of a row-parallel layer its input features, were cut before
             the split: the features of each part, of which every rank has its share. A single part was split
             contiguously; None where the weights are somebody else's, who may have split them in any way.
@@ -118,6 +120,7 @@ class BalancedLinear:
     begins: tuple[int, ...] = ()
     block: int = 1
     shared_rows: SharedRows | None = None
+    num_sequences: int = 1
     refused_at_home: tuple[str, ...] = ()
     plan: LayerPlan | None
     loans: SharedProducts | None
@@ -262,13 +265,16 @@ class BalancedLinear:
 
     def weight_in_graph(self) -> Tensor:
         """Return :attr:`local_weight` such that its gradient reaches :attr:`weight`."""
-        return self._summed(self.local_weight)
+        return self._summed(self._local_in_graph())[0]
 
-    def _summed(self, parameter: Tensor) -> Tensor:
-        """Return a parameter whose gradient has the sums of rows that several ranks hold; operators do so in graphs."""
+    def _local_in_graph(self) -> Tensor:
+        return self.local_weight
+
+    def _summed(self, *parameters: Tensor | None) -> tuple[Any, ...]:
+        """Return parameters whose gradients are summed where several ranks hold rows; in graphs, operators do so."""
         if self.shared_rows is None or torch.compiler.is_compiling():
-            return parameter
-        return self.shared_rows.in_graph(parameter, self.process_group, self.name_in_model)
+            return parameters
+        return self.shared_rows.in_graph(parameters, self.process_group, self.name_in_model)
 
     @property
     def may_lend(self) -> bool:
@@ -300,8 +306,12 @@ class BalancedLinear:
         if torch.compiler.is_compiling():
             y = self._products_in_graph(compiled_column_products, x, bias, sums)
         else:
-            y = self._products_now(column_parallel_products, x, None if bias is None else self._summed(bias), sums)
-        return y if self.shared_rows is None else self.shared_rows.repeated(y)
+            y = self._products_now(column_parallel_products, x, bias, sums)
+        if self.shared_rows is None:
+            return y
+        y = self.shared_rows.repeated(y)
+        is_eager = self._shared_in_force is not None and not torch.compiler.is_compiling()
+        return with_divided_heads(y, self.shared_rows, x) if is_eager else y
 
     def row_products(self, x: Tensor, bias: Tensor | None = None, *, sums: bool = True) -> Tensor:
         """Compute the sum over the group of y [..., N] of each rank's slice x [..., K].
@@ -320,10 +330,23 @@ class BalancedLinear:
         return self.training and self.loans is not None and self.loans.has_loans
 
     def _products_now(self, compute: Callable[..., Tensor], x: Tensor, bias: Tensor | None, sums: bool) -> Tensor:
+        x = whole_heads(x)
         loans = self._forward_begins(x, self.training)
-        weight = self.weight_in_graph() if loans is None else loans.weight_in_force(self.local_weight)
+        if loans is not None:
+            weight = loans.weight_in_force(self.local_weight)
+            (bias,) = self._summed(bias) if self.is_column_parallel else (bias,)
+        elif self.is_column_parallel:
+            weight, bias = self._summed(self._local_in_graph(), bias)
+        else:
+            weight = self.weight_in_graph()
         x, weight, bias = cast_for_autocast(x, weight, bias)
         return compute(x, weight, bias, self.context_of(self._plan_in_force(x), loans, self.training, sums))
+
+    @property
+    def _shared_in_force(self) -> SharedRows | None:
+        """What to heed of :attr:`shared_rows`: where no gradient is computed, caches may keep keys of all tokens."""
+        is_all = self.is_column_parallel and not (self.training and torch.is_grad_enabled())
+        return None if is_all else self.shared_rows
 
     def _products_in_graph(self, compute: Callable[..., Tensor], x: Tensor, bias: Tensor | None, sums: bool) -> Tensor:
         x, weight, bias = cast_for_autocast(x, self.weight_in_graph(), bias)
@@ -362,7 +385,8 @@ class BalancedLinear:
         if not sums and loans is not None:
             assert not loans.has_loans, "a sum of lent products is not the caller's"
             loans = None
-        return ProductContext(plan, self.process_group, probes, self.last, loans, self.needs_eager_autograd, sums)
+        group, eagerly, shared = self.process_group, self.needs_eager_autograd, self._shared_in_force
+        return ProductContext(plan, group, probes, self.last, loans, eagerly, sums, shared)
 
     def _plan_in_force(self, x: Tensor) -> LayerPlan | None:
         if x.shape[-1] != self.num_columns:
@@ -378,6 +402,7 @@ class BalancedLinear:
             self.watch_start(x)
         self.num_tokens += math.prod(x.shape[:-1])
         self.num_forwards += 1
+        self.num_sequences = x.shape[0] if x.ndim == 3 else 1
         if current_backward() != -1:
             self.num_recomputations += 1
         self.compute_dtype = x.dtype

@@ -133,7 +133,10 @@ def _backward(
         dw_NK = loans.whole_gradient(dw_NK)
     if layer.shared_rows is not None:
         where = layer.process_group, layer.name_in_model
-        dw_NK, db_N = (None if each is None else layer.shared_rows.summed(each, *where) for each in (dw_NK, db_N))
+        if layer.is_column_parallel:
+            dw_NK, db_N = layer.shared_rows.summed((dw_NK, db_N), *where)
+        else:
+            (dw_NK,) = layer.shared_rows.summed((dw_NK,), *where)
     computed = dx, dw_NK, db_N
     dx, dw_NK, db_N = (dy.new_empty(0) if gradient is None else gradient.contiguous() for gradient in computed)
     return dx, dw_NK, db_N

@@ -63,8 +63,8 @@ class _DTensorLinear(BalancedLinear, nn.Linear):
         sizes[self.divided_dim] = sum(self.parts or ()) * self.home[0] // self.num_units_at_home
         return torch.Size(sizes)
 
-    def weight_in_graph(self) -> Tensor:
-        return self._summed(local_in_graph(self.weight))
+    def _local_in_graph(self) -> Tensor:
+        return local_in_graph(self.weight)
 
     def divide_by(self, home: Sequence[int], begins: Sequence[int] = (), block: int = 1) -> None:
         """As of every layer; placements do not tell."""

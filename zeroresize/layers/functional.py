@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from zeroresize import kernels
 from zeroresize.comm.collectives import NamedWork, all_reduce, group_size, start_all_reduce
 from zeroresize.kernels.probe import Probes
+from zeroresize.layers.shared_rows import SharedRows
 from zeroresize.plan.layer import LayerPlan
 from zeroresize.utils.torch_private import in_compiled_autograd, not_in_graphs, reshaped_output
 
@@ -89,6 +90,7 @@ class ProductContext:
         needs_eager_autograd: whether compiled autograd is an error in backward.
         sums: whether dx, or y, is summed over the group here. Where a host sums and divides a sequence at once, each
             rank's part of the sum is returned.
+        shared: rows that several ranks hold, of which this one may compute a part of the tokens only; None for none.
     """
 
     plan: LayerPlan | None
@@ -98,6 +100,7 @@ class ProductContext:
     loans: SharedProducts | None = None
     needs_eager_autograd: bool = False
     sums: bool = True
+    shared: SharedRows | None = None
 
 
 def column_parallel_products(x: Tensor, w_NK: Tensor, bias_N: Tensor | None, how: ProductContext) -> Tensor:
@@ -127,8 +130,9 @@ def column_backward(dy, x, w_NK, kept, how, needed):
     dy_TN = _as_tokens(dy)
     # The same layout as Colossal-AI's: the layout decides the order in which a product or a sum adds up.
     packed_dy_TN, x_TK = dy_TN.contiguous(), _as_tokens(x).contiguous()
-    own_dgrad = (lambda: _dgrad(dy_TN, w_NK, how)) if needs_dx else None
-    own_wgrad = (lambda: _wgrad(packed_dy_TN, x_TK, w_NK, how)) if needs_dw else None
+    parts = _parts(x.shape, how)
+    own_dgrad = (lambda: _dgrad(dy_TN, w_NK, how, parts)) if needs_dx else None
+    own_wgrad = (lambda: _wgrad(packed_dy_TN, x_TK, w_NK, how, parts)) if needs_dw else None
     if how.loans is not None:
         dx, dw_NK, work = how.loans.column_backward(dy_TN, x_TK, own_dgrad=own_dgrad, own_wgrad=own_wgrad)
     else:
@@ -137,8 +141,10 @@ def column_backward(dy, x, w_NK, kept, how, needed):
             work = start_all_reduce(dx, how.process_group) if how.sums else None
         if own_wgrad is not None:
             dw_NK = own_wgrad()
-    if needs_db:
-        db_N = packed_dy_TN.sum(dim=0)
+    if needs_db:  # of tokens that other ranks compute nothing is known
+        db_N = packed_dy_TN.new_zeros(len(w_NK)) if parts is not None else packed_dy_TN.sum(dim=0)
+        for part in parts or ():
+            db_N[part.features] += packed_dy_TN[how.shared.place_of(part, "TN")].sum(dim=0)
     if work is not None:
         work.wait()
     return dx if dx is None else dx.view(x.shape), dw_NK, db_N
@@ -148,6 +154,7 @@ def row_forward(x, w_NK, bias_N, how):
     """Compute (the sum over the group of y [..., N], what backward needs besides x and w) of a row-parallel layer."""
     if bias_N is not None:
         bias_N = bias_N / group_size(how.process_group)
+    x = _without_others(x, x.shape, how)
     if how.loans is None:
         y, kept = _forward(x, w_NK, bias_N, how), []
     else:
@@ -164,18 +171,19 @@ def row_backward(dy, x, w_NK, kept, how, needed):
     if how.needs_eager_autograd:
         require_eager_autograd()
     dy_TN = _as_tokens(dy)
-    x_TK = _as_tokens(x)
+    x_TK = _as_tokens(_without_others(x, x.shape, how))
     needs_dx, needs_dw, needs_db = needed
     dgrad = _dgrad_by_columns if needs_dw and _lies_by_columns(x_TK) else _dgrad  # as autograd does
-    own_dgrad = (lambda: dgrad(dy_TN, w_NK, how)) if needs_dx else None
-    own_wgrad = (lambda: _wgrad(dy_TN, x_TK, w_NK, how)) if needs_dw else None
+    parts = _parts(x.shape, how)
+    own_dgrad = (lambda: dgrad(dy_TN, w_NK, how, parts)) if needs_dx else None
+    own_wgrad = (lambda: _wgrad(dy_TN, x_TK, w_NK, how, parts)) if needs_dw else None
     if how.loans is not None:
         dx, dw_NK = how.loans.row_backward(dy_TN, kept, own_dgrad=own_dgrad, own_wgrad=own_wgrad)
     else:
         dx = own_dgrad() if own_dgrad is not None else None
         dw_NK = own_wgrad() if own_wgrad is not None else None
     db_N = dy_TN.sum(dim=0) if needs_db else None
-    return dx if dx is None else dx.view(x.shape), dw_NK, db_N
+    return dx if dx is None else _without_others(dx, x.shape, how).view(x.shape), dw_NK, db_N
 
 
 class _Products(torch.autograd.Function):
@@ -200,8 +208,47 @@ class _Products(torch.autograd.Function):
 
 
 def _forward(x, w_NK, bias_N, how):
+    if (parts := _parts(x.shape, how)) is not None:
+        operands, is_row = ((_as_tokens(x), "TK"), (w_NK, "NK")), how.shared.dim == 1
+        of_parts = None if is_row or bias_N is None else (bias_N, "N")
+        y_TN = _in_parts(kernels.forward, how, parts, "TN", *operands, of_parts, None)
+        return y_TN.add_(bias_N) if is_row and bias_N is not None else y_TN
     x = x if how.plan is None else _as_tokens(x)
     return how.probes.product(kernels.forward, x, w_NK, bias_N, how.plan)
+
+
+def _parts(shape, how):
+    """Which parts of the products of x of this shape are computed; None where all are, as by a plan or loans."""
+    is_whole = how.shared is None or how.plan is not None or how.last is not None or how.loans is not None
+    return None if is_whole else how.shared.parts(shape)
+
+
+def _without_others(x, shape, how):
+    """``x`` [..., K], of x of this shape, without what other ranks compute, where products are of all tokens."""
+    parts = None if how.shared is None else how.shared.parts(shape)
+    if parts is None or _parts(shape, how) is not None:
+        return x
+    x_TK = _as_tokens(x)
+    kept = torch.zeros_like(x_TK)
+    for part in parts:
+        where = how.shared.place_of(part, "TK")
+        kept[where] = x_TK[where]
+    return kept.view(x.shape)
+
+
+def _in_parts(kernel, how, parts, axes, *operands):
+    """A product of these axes in parts of its operands, each told with its axes."""
+    sizes = {axis: size for matrix, names in operands[:2] for axis, size in zip(names, matrix.shape, strict=True)}
+    shape, whole = tuple(map(sizes.__getitem__, axes)), None
+    for part in parts:
+        cut = [each and each[0][how.shared.place_of(part, each[1])] for each in operands]
+        piece = how.probes.product(kernel, *cut)
+        if whole is None and piece.shape == shape:
+            whole = piece
+            continue
+        whole = piece.new_zeros(shape) if whole is None else whole
+        whole[how.shared.place_of(part, axes)] += piece
+    return operands[0][0].new_zeros(shape) if whole is None else whole
 
 
 def _as_tokens(x):
@@ -217,7 +264,9 @@ def _as_output(y, x):
     return reshaped_output(y, (*x.shape[:-1], y.shape[-1]))
 
 
-def _dgrad(dy_TN, w_NK, how):
+def _dgrad(dy_TN, w_NK, how, parts=None):
+    if parts is not None:
+        return _in_parts(kernels.dgrad, how, parts, "TK", (dy_TN, "TN"), (w_NK, "NK"), None, None)
     last = how.last
     if last is None:
         return how.probes.product(kernels.dgrad, dy_TN, w_NK, how.plan, None)
@@ -226,9 +275,9 @@ def _dgrad(dy_TN, w_NK, how):
     return dx_TK
 
 
-def _dgrad_by_columns(dy_TN, w_NK, how):
-    if how.plan is not None or how.last is not None:
-        return _dgrad(dy_TN, w_NK, how)
+def _dgrad_by_columns(dy_TN, w_NK, how, parts=None):
+    if parts is not None or how.plan is not None or how.last is not None:
+        return _dgrad(dy_TN, w_NK, how, parts)
     return how.probes.product(kernels.dgrad_by_columns, dy_TN, w_NK)
 
 
@@ -236,7 +285,9 @@ def _lies_by_columns(matrix):
     return matrix.stride() == (1, len(matrix))
 
 
-def _wgrad(dy_TN, x_TK, w_NK, how):
+def _wgrad(dy_TN, x_TK, w_NK, how, parts=None):
+    if parts is not None:
+        return _in_parts(kernels.wgrad, how, parts, "NK", (dy_TN, "TN"), (x_TK, "TK"), None, None)
     last = how.last
     if how.plan is None and last is None and _lies_by_columns(w_NK):  # dw is to lie as w does
         return how.probes.product(kernels.wgrad, x_TK, dy_TN, None, None).t()

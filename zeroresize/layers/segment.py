@@ -11,11 +11,9 @@ from torch import Tensor, nn
 
 from zeroresize.layers.shared_rows import SharedRows
 from zeroresize.layers.splitting import Parts
-from zeroresize.plan.ownership import Indices, OwnershipMap
+from zeroresize.plan.ownership import COPY_GAIN, CopyCosts, Indices, OwnershipMap
 from zeroresize.utils.checked import checked, integer
 
-#: What a copy must bring beside what it is measured to cost, and before that.
-COPY_COST = 0.05
 #: Takes the numbers of the units that this rank owns.
 OnChange = Callable[[list[int]], object]
 
@@ -50,6 +48,9 @@ class Segment:
             where any number may be a unit.
         why_even: asked before units move away from even shares: why they may not, now; None where they may. It must
             answer alike on all ranks.
+        divisible: whether several ranks may hold one unit, and each compute some tokens. Units are heads then: of x
+            [B, S, K] the layer of ``column`` makes queries and those of ``shared`` keys and values, sequences are
+            independent, and torch's ``scaled_dot_product_attention`` is called with queries [B, heads, S, head_size].
         kind: what a unit is, as reports name it: ``"neurons"``, ``"heads"``.
         dropouts: dropout modules between the layers, each with the dimension of its input that holds the units.
         has_other_dropout: whether something between the layers drops elements by random numbers of its own, so that
@@ -72,6 +73,7 @@ class Segment:
     group_size: int = 1
     head_size: int | None = None
     why_even: Callable[[], str | None] | None = None
+    divisible: bool = False
 
     @property
     def layers(self) -> tuple[str | nn.Module, ...]:
@@ -91,6 +93,7 @@ class UnitTensor:
         name: of the parameter in the model.
         rows: of one unit, or block of units, in each part.
         block: how many neighbouring units share rows.
+        is_shared: whether it is of a layer that computes what other units need, too, such as k and v.
     """
 
     owner: Any
@@ -99,6 +102,7 @@ class UnitTensor:
     dim: int
     rows: tuple[int, ...]
     block: int = 1
+    is_shared: bool = False
 
     def held(self, owned: OwnershipMap, rank: int) -> Indices:
         """Return the units, or blocks of them, of which ``rank`` has rows, ascending."""
@@ -133,8 +137,7 @@ class OwnedSegment:
         kind: what a unit is: ``"neurons"``, ``"heads"``, ``"KV groups"`` or ``"units"``.
         layers: names of its column- and row-parallel layers.
         tensors: what changes hands, in an order that is the same on every rank.
-        copy_cost: what a block of rows on several ranks must bring at least in a step, of what the segment's products
-            take at even shares: more than sums of its gradients take.
+        copy_costs: what rows on several ranks must bring: more than sums of their gradients were measured to cost.
         quantum, min_units: as of :class:`~zeroresize.plan.ownership.SegmentWork`.
         on_change, dropouts, has_other_dropout, why_even: as of :class:`Segment`.
         owned: who owns which units now.
@@ -155,7 +158,7 @@ class OwnedSegment:
     owned: OwnershipMap
     quantum: int = 1
     min_units: int = 0
-    copy_cost: float = COPY_COST
+    copy_costs: CopyCosts = field(default_factory=lambda: CopyCosts(each_block=COPY_GAIN, any_whole=COPY_GAIN))
     on_change: OnChange | None = None
     why_even: Callable[[], str | None] | None = None
     modules: tuple[Any, ...] = field(default=(), repr=False)
@@ -178,12 +181,18 @@ class OwnedSegment:
     @property
     def shared(self) -> list[Any]:
         """The layers whose rows several units share."""
-        sharing = {id(tensor.owner) for tensor in self.tensors if tensor.block > 1}
+        sharing = {id(tensor.owner) for tensor in self.tensors if tensor.is_shared and tensor.block > 1}
         return [layer for layer in self.modules if id(layer) in sharing]
 
-    def keep_blocks_whole(self, are_whole: bool) -> None:
-        """Let units that share rows change hands together, or one by one; where there are few of them, as at home."""
-        self.quantum = self.owned.block if are_whole and not len(self.owned.at_home.apart) else 1
+    @property
+    def counts(self) -> tuple[float, ...]:
+        """How many units each rank owns, in wholes, such as heads: 1.5 where it computes half of one."""
+        return tuple(map(self.owned.in_wholes, self.owned.counts))
+
+    def keep_whole(self, *, blocks: bool, wholes: bool) -> None:
+        """Let units that share rows change hands together, or those of a whole, or one by one; of few, as at home."""
+        is_few, owned = bool(len(self.owned.at_home.apart)), self.owned
+        self.quantum = owned.block if blocks and not is_few else owned.slices if blocks or wholes else 1
 
     @property
     def cut(self) -> list[UnitTensor]:
@@ -200,13 +209,16 @@ class OwnedSegment:
         """Let what lies between the layers follow what ``rank``, this one, owns now."""
         for tensor in self.tensors:
             if tensor.block > 1:
-                tensor.owner.shared_rows = SharedRows.of(self.owned, rank, tensor.block, sum(tensor.rows))
+                layer, rows = tensor.owner, sum(tensor.rows)
+                how = {"dim": layer.divided_dim, "are_sequences_whole": tensor.is_shared}
+                layer.shared_rows = SharedRows.of(self.owned, rank, tensor.block, rows, **how)
         if self.on_change is None:
             return
+        held = self.owned.blocks_of(rank, self.owned.slices).tolist()
         try:
-            self.on_change(self.owned.units_of(rank).tolist())
+            self.on_change(held)
         except Exception as error:
             raise RuntimeError(
-                f"on_change of the segment of {self.name} failed for {self.owned.counts[rank]} {self.kind}: "
+                f"on_change of the segment of {self.name} failed for {len(held)} {self.kind}: "
                 f"{type(error).__name__}: {error}"
             ) from error

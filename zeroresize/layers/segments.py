@@ -27,12 +27,11 @@ def present_work_of_layers(layers: Mapping[str, BalancedLinear]) -> dict[str, fl
     return {name: float(math.prod(shape)) for name, shape in zip(layers, shapes, strict=True)}
 
 
-def shape_with(layer: BalancedLinear, num_units: int) -> tuple[int, int]:
-    """Return [N, K] of a layer of a segment on a rank that owns so many of its units."""
+def shape_with(layer: BalancedLinear, units: Sequence[int] | Indices) -> tuple[int, int]:
+    """Return [N, K] of a layer of a segment on a rank that owns these units, and of whose wholes each is held."""
     num_outputs, num_columns = layer.even_shape
-    if layer.is_column_parallel:
-        return num_units * _features_of_unit(layer), num_columns
-    return num_outputs, num_units * _features_of_unit(layer)
+    features = len(_wholes_of(layer, units)) * _features_of_whole(layer)
+    return (features, num_columns) if layer.is_column_parallel else (num_outputs, features)
 
 
 def shard_shape(layer: BalancedLinear, rank: int) -> tuple[int, int]:
@@ -42,15 +41,16 @@ def shard_shape(layer: BalancedLinear, rank: int) -> tuple[int, int]:
         return num_outputs, num_columns
     segment = layer.segment
     where = next((tensor for tensor in segment.tensors if tensor.owner is layer and tensor.block > 1), None)
-    if where is not None:
-        return len(where.held(segment.owned, rank)) * sum(where.rows), layer.even_shape[1]
-    return shape_with(layer, segment.owned.counts[rank])
+    if where is None:
+        return shape_with(layer, segment.owned.units_of(rank))
+    held = len(where.held(segment.owned, rank)) * sum(where.rows)
+    return (held, layer.even_shape[1]) if layer.is_column_parallel else (layer.even_shape[0], held)
 
 
 def homes_of_columns(layer: BalancedLinear, units: Sequence[int] | Indices) -> Indices:
     """[K]: of each column of a row-parallel layer, whose rank owns these units (ascending), its number in all."""
-    rows = _features_of_unit(layer)
-    return (np.asarray(units, dtype=np.int64)[:, None] * rows + np.arange(rows)).reshape(-1)
+    rows = _features_of_whole(layer)
+    return (_wholes_of(layer, units)[:, None] * rows + np.arange(rows)).reshape(-1)
 
 
 def homes_of_layers(
@@ -64,10 +64,16 @@ def homes_of_layers(
     }
 
 
-def _features_of_unit(layer: BalancedLinear) -> int:
-    """How many of the features that are divided belong to one unit of the layer's segment, in all parts."""
+def _wholes_of(layer: BalancedLinear, units: Sequence[int] | Indices) -> Indices:
+    """The units of the layer's segment, or of slices the wholes that they belong to, ascending."""
     assert layer.segment is not None
-    return layer.whole_size // len(layer.segment.owned.owners)
+    return np.unique(np.asarray(units, dtype=np.int64) // layer.segment.owned.slices)
+
+
+def _features_of_whole(layer: BalancedLinear) -> int:
+    """How many of the features that are divided belong to one of these, in all parts."""
+    assert layer.segment is not None
+    return layer.whole_size * layer.segment.owned.slices // len(layer.segment.owned.owners)
 
 
 def segments_of_layers(layers: Mapping[str, BalancedLinear]) -> list[list[str]]:
@@ -110,7 +116,8 @@ def segment_works(layers: Mapping[str, BalancedLinear]) -> tuple[SegmentWork, ..
                 min_units=-(-segment.min_units // segment.quantum) * segment.quantum,
                 block=segment.owned.block,
                 shared=math.fsum(work[id(layer)] for layer in segment.shared) / of_segment,
-                apart=segment.copy_cost if segment.owned.block > 1 else 0.0,
+                slices=segment.owned.slices,
+                copies=segment.copy_costs,
             )
         )
     for layer in layers.values():

@@ -21,7 +21,6 @@ from zeroresize.comm.exchange import Meet
 from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import MIGRATING_MODES
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.measure.timed_products import FIRST_TOKENS, ROUNDS, ProductShape, time_in_turn
 from zeroresize.migration.lender import make_transport
@@ -142,31 +141,49 @@ def _spread_plan(ratio: float, shape: ProductShape, config: BalanceConfig) -> La
     return LayerPlan.from_pruned(torch.tensor(pruned.tolist(), device="cpu"), shape.num_columns, shape.device)
 
 
-def measure_copies(segment: OwnedSegment, process_group: ProcessGroup) -> tuple[float, float]:
-    """Measure what a block of rows that several ranks hold costs in a step, and the products; collective.
+#: Of so many blocks gradients are summed to see what each takes beside the message.
+_MANY = 8
+
+
+def measure_copies(segment: OwnedSegment, process_group: ProcessGroup) -> list[float]:
+    """Measure what rows that several ranks hold cost in a step, of what products take at even shares here; collective.
 
     Returns:
-        The seconds of the sums of its gradients, and those of the segment's products at even shares on this rank.
+        The messages in which gradients are summed, if blocks of units that share rows are on several ranks; what each
+        block adds; and the same two of heads of which ranks own slices.
     """
-    sums_s = products_s = 0.0
-    for where in segment.tensors:
-        if where.block > 1 and where.parameter.requires_grad:
-            layer, message = where.owner, local_of(where.parameter).detach().new_zeros(where.elements_of_unit)
-            rounds = []
-            for _ in range(1 + ROUNDS):
-                synchronize(message.device)
-                began = time.perf_counter()
-                all_reduce(message, process_group)
-                synchronize(message.device)
-                rounds.append(time.perf_counter() - began)
-            # One in each backward, and one as the step begins.
-            sums_s += min(rounds[1:]) * (layer.num_forwards - layer.num_recomputations + 1)
+    sums_s: list[float] = []
+    for are_blocks in (True, False):
+        sizes: Counter[BalancedLinear] = Counter()
+        for where in segment.tensors:
+            if where.block > 1 and where.parameter.requires_grad and are_blocks == (where.block > segment.owned.slices):
+                sizes[where.owner] += where.elements_of_unit
+        messages = [(layer.num_forwards - layer.num_recomputations, size, layer) for layer, size in sizes.items()]
+        few_s, many_s = (
+            sum(times * _sum_s(number * size, layer, process_group) for times, size, layer in messages)
+            for number in (1, _MANY)
+        )
+        # Once more as the step begins, in one message of all segments.
+        sums_s += [few_s, 2.0 * max(many_s - few_s, 0.0) / (_MANY - 1)]
+    products_s = 0.0
     for layer in segment.modules:
         if layer.num_tokens > 0:
             shape = ProductShape.of(layer, layer.even_shape, layer.num_tokens)
             (timed,) = time_in_turn(layer, [(shape, None)], _COPIES_BUDGET_S, fewest_tokens=FIRST_TOKENS // 2)
             products_s += layer.even_part * min(all_s for all_s, _ in timed)
-    return sums_s, products_s
+    return [seconds / max(products_s, LEAST_SECONDS) for seconds in sums_s]
+
+
+def _sum_s(size: int, like: BalancedLinear, process_group: ProcessGroup) -> float:
+    """Seconds that it takes to sum so many elements over the ranks."""
+    rounds, message = [], like.local_weight.detach().new_zeros(size)
+    for _ in range(1 + ROUNDS):
+        synchronize(message.device)
+        began = time.perf_counter()
+        all_reduce(message, process_group)
+        synchronize(message.device)
+        rounds.append(time.perf_counter() - began)
+    return min(rounds[1:])
 
 
 # ---- migration (Φ1 of section IV-B) ---------------------------------------------------------------------------------

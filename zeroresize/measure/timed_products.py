@@ -186,12 +186,15 @@ def compare_products(
         The ratio; None where there is nothing to compare, or the clock did not advance.
     """
     counts: Counter[tuple[ProductShape, ...]] = Counter()
+    computed: dict[tuple[ProductShape, ...], float] = {}  # as many, but for what other ranks compute of their rows
     examples: dict[tuple[ProductShape, ...], BalancedLinear] = {}
     for name, layer in layers.items():
         if tokens := num_tokens.get(name, 0):
-            sizes = layer.even_shape, layer.local_weight.shape
+            sizes, shared = (layer.even_shape, layer.local_weight.shape), layer.shared_rows
             pair = tuple(ProductShape.of(layer, size, tokens) for size in sizes)
             counts[pair] += 1
+            of_layer = 1.0 if shared is None else shared.computed_of(layer.num_sequences)
+            computed[pair] = computed.get(pair, 0.0) + of_layer
             examples.setdefault(pair, layer)
     even_s = present_s = 0.0
     for pair, count in counts.items():
@@ -199,7 +202,7 @@ def compare_products(
         in_turn = time_in_turn(examples[pair], cases, budget_s / len(counts), least_s=_LEAST_SAMPLE_S)
         even, *present = (statistics.median(seconds for seconds, _ in of_case) for of_case in in_turn)
         even_s += count * even * examples[pair].even_part
-        present_s += count * sum(present)
+        present_s += computed[pair] * sum(present)
     return present_s / even_s if even_s > 0.0 and present_s > 0.0 else None
 
 

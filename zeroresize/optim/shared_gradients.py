@@ -103,7 +103,12 @@ def _apart(optimizer: Optimizer) -> list[_Apart]:
         return []
     layers.sort(key=lambda layer: (layer.name_in_model, int(layer.forwards.number)))
     host = (_hosts[optimizer]() if optimizer in _hosts else None) or optimizer
-    named = [(layer, name, each) for layer in layers for name, each in parameters_of(layer).items() if each is not None]
+    named = [
+        (layer, name, parameter)
+        for layer in layers
+        for name, parameter in parameters_of(layer).items()
+        if parameter is not None and (name == "weight" or layer.is_column_parallel)
+    ]
     stepped = stepped_tensors(host, {str(number): parameter for number, (*_, parameter) in enumerate(named)})
     apart = []
     for number, (layer, name, _) in enumerate(named):

@@ -2,8 +2,9 @@
 
 A **segment** is what lies between two meetings of the ranks: the column-parallel layers that read one replicated x,
 what is element-wise or head-wise between, and the row-parallel layer whose y is summed. A **unit** is an index of its
-inner axis: a feed-forward neuron, an attention head, a group of heads that share keys and values. Any assignment of
-units to ranks gives the same step but for the order of a sum.
+inner axis: a feed-forward neuron, an attention head, a group of heads that share keys and values; or a **slice** of a
+head, which is one of the parts of the tokens, where several ranks may hold one head. Any assignment of units to ranks
+gives the same step but for the order of a sum.
 
 ``U`` units of a segment, ``R`` ranks.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -29,10 +31,26 @@ SHARE_DECIMALS = 6
 #: Of what they own of the products, however many works of segments are added up.
 _OWNED_DECIMALS = 9
 
+#: What a copy of a block must bring beside what it costs, and all division of heads: of what products take.
+COPY_GAIN = 0.05
+#: So many slices a rank has at home, if each of its heads then has no more than the most, and no fewer than the least.
+_SLICES_OF_RANK, _FEWEST_SLICES, _MOST_SLICES = 48, 4, 16
 #: So many ranks that have least to do are tried as takers of a unit.
 _MOST_TAKERS = 8
 
 Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class CopyCosts:
+    """Describe what rows on several ranks cost in a step, of what their segment's products take at even shares."""
+
+    any_block: float = 0.0  # messages, if some block that shares rows, such as a key's head, is on several ranks
+    each_block: float = 0.0  # each of these
+    any_whole: float = 0.0  # messages, if ranks own slices of a whole, such as a head
+    each_whole: float = 0.0  # each of these
+    num_sequences: int | None = None  # of a forward, which slices of keys and values do not cut; None for many
+    are_whole: bool = False  # whether ranks compute wholes that they hold, as graphs and pruned layers do
 
 
 @dataclass(frozen=True)
@@ -45,22 +63,28 @@ class SegmentWork:
     min_units: int = 0  # what every rank keeps at least
     block: int = 1  # so many neighbours share rows that each rank with one of them holds
     shared: float = 0.0  # of the work, the share of such rows, without copies
-    apart: float = 0.0  # what a block on several ranks must bring at least, of what an even share takes
     stays: bool = False  # whether its units stay where hosts gave them
+    slices: int = 1  # so many neighbours are slices of a whole, which each rank with one of them holds
+    copies: CopyCosts = CopyCosts()  # what they must bring at least
+
+    @property
+    def grain(self) -> int:
+        """Return in multiples of how many slices shared rows are computed."""
+        return self.slices >> min(self.copies.num_sequences or self.slices, self.slices).bit_length() - 1
 
     def is_even(self, num_ranks: int) -> bool:
         """Whether equal shares are equal numbers of units."""
         return self.num_units % (num_ranks * self.block) == 0
 
-    def loads(self, counts: Sequence[int]) -> list[float]:
-        """Return what ranks with so many units compute, in even shares: with the copies of rows that they share."""
+    def loads(self, counts: Sequence[int], *, held: bool = False) -> list[float]:
+        """Return what ranks with so many units compute, or hold, in even shares: with copies of shared rows."""
         even = self.num_units / len(counts)
         if self.block == 1:
             return [count / even for count in counts]
-        blocks, _ = blocks_held(tuple(counts), self.block)
+        holdings = Holdings.of(tuple(counts), self.block, self.slices, self.slices if held else self.grain)
         return [
-            ((1.0 - self.shared) * count + self.shared * self.block * of_rank) / even
-            for count, of_rank in zip(counts, blocks, strict=True)
+            ((1.0 - self.shared) * count + self.shared * (self.block // self.slices) * of_rank) / even
+            for count, of_rank in zip(holdings.wholes if held else counts, holdings.rows, strict=True)
         ]
 
 
@@ -71,11 +95,13 @@ class OwnershipMap:
     owners: Indices  # [U], int64: for every unit the rank that owns it
     num_ranks: int  # R
     block: int = 1  # so many neighbours, which divide the units, share rows
+    slices: int = 1  # so many neighbours, which divide a block, are slices of a whole
 
     @classmethod
-    def home(cls, num_units: int, num_ranks: int, block: int = 1) -> OwnershipMap:
+    def home(cls, num_units: int, num_ranks: int, block: int = 1, slices: int = 1) -> OwnershipMap:
         """Return the map that hosts make when they shard: the ranks own neighbours, by :func:`home_counts`."""
-        return cls(np.repeat(np.arange(num_ranks), home_counts(num_units, num_ranks, block)), num_ranks, block)
+        counts = home_counts(num_units, num_ranks, block, slices)
+        return cls(np.repeat(np.arange(num_ranks), counts), num_ranks, block, slices)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, OwnershipMap):
@@ -95,13 +121,21 @@ class OwnershipMap:
     @cached_property
     def at_home(self) -> OwnershipMap:
         """Return the map of the same units at home."""
-        return OwnershipMap.home(len(self.owners), self.num_ranks, self.block)
+        return OwnershipMap.home(len(self.owners), self.num_ranks, self.block, self.slices)
 
     @cached_property
     def apart(self) -> Indices:
         """Return the blocks that several ranks hold, ascending."""
-        owners = self.owners.reshape(-1, self.block)
+        return self.apart_by(self.block)
+
+    def apart_by(self, block: int) -> Indices:
+        """Return which of the blocks of so many neighbours several ranks hold, ascending."""
+        owners = self.owners.reshape(-1, block)
         return np.flatnonzero((owners != owners[:, :1]).any(axis=1))
+
+    def in_wholes(self, num_units: int) -> float:
+        """Return how many wholes so many units are: an int where they are whole ones."""
+        return num_units / self.slices if num_units % self.slices else num_units // self.slices
 
     def units_of(self, rank: int) -> Indices:
         """Return the units that ``rank`` owns, in the order in which they lie there."""
@@ -154,13 +188,14 @@ class OwnershipMap:
         return dataclasses.replace(self, owners=owners)
 
 
-def home_counts(num_units: int, num_ranks: int, block: int = 1) -> tuple[int, ...]:
+def home_counts(num_units: int, num_ranks: int, block: int = 1, slices: int = 1) -> tuple[int, ...]:
     """Return how many units hosts give each rank: equally many, the first ranks a block more where they do not divide.
 
     Args:
         block: of so many units none are apart, unless there are fewer blocks than ranks.
+        slices: of so many none are apart.
     """
-    block = 1 if num_units // block < num_ranks else block
+    block = slices if num_units // block < num_ranks else block
     each, left = divmod(num_units // block, num_ranks)
     return ((each + 1) * block,) * left + (each * block,) * (num_ranks - left)
 
@@ -171,13 +206,30 @@ def units_by_block(units: Sequence[int] | Indices, block: int) -> tuple[Counter[
     return of_blocks, math.gcd(*of_blocks.values())
 
 
-@lru_cache(maxsize=1024)
-def blocks_held(counts: tuple[int, ...], block: int) -> tuple[tuple[int, ...], int]:
-    """Return of how many blocks each rank holds some unit, if ranks own so many units, and how many are apart."""
-    num_units = sum(counts)
-    owned = OwnershipMap.home(num_units, len(counts), block).with_counts(counts)
-    pairs = np.unique(owned.owners * num_units + np.arange(num_units) // block)  # of a rank and a block
-    return tuple(np.bincount(pairs // num_units, minlength=len(counts)).tolist()), len(owned.apart)
+@dataclass(frozen=True)
+class Holdings:
+    """Describe what ranks hold of blocks that share rows, and of the wholes in them; the tuples are by rank."""
+
+    rows: tuple[int, ...]  # slices of blocks' rows that are computed
+    wholes: tuple[int, ...]  # units of wholes of which some slice is there
+    blocks_apart: int  # on several ranks
+    wholes_apart: int
+
+    @classmethod
+    @lru_cache(maxsize=1024)
+    def of(cls, counts: tuple[int, ...], block: int, slices: int, grain: int) -> Holdings:
+        """Return those of ranks that own so many units."""
+        num_units, units = sum(counts), np.arange(sum(counts))
+        owned = OwnershipMap.home(num_units, len(counts), block, slices).with_counts(counts)
+
+        def number_of(keys: Indices) -> Indices:
+            """Of different ones, on each rank."""
+            return np.bincount(np.unique(owned.owners * num_units + keys) // num_units, minlength=len(counts))
+
+        rows = number_of(units // block * slices + units % slices // grain) * grain
+        wholes = number_of(units // slices) * slices
+        apart = (len(owned.apart_by(size)) for size in (block, slices))
+        return cls(tuple(rows.tolist()), tuple(wholes.tolist()), *apart)
 
 
 def normalised(shares: Sequence[float]) -> tuple[float, ...]:
@@ -215,6 +267,13 @@ def neuron_quantum(num_neurons: int, num_ranks: int) -> int:
     return next((size for size in (8, 4, 2) if neurons_of_rank % size == 0 and neurons_of_rank >= 128 * size), 1)
 
 
+def slices_of(num_wholes: int, num_ranks: int) -> int:
+    """Return into how many slices heads are cut, of which a rank has about 48; 1 where it has many heads."""
+    finest = max(_SLICES_OF_RANK // max(num_wholes // num_ranks, 1), 1)
+    slices = min(1 << finest.bit_length() - 1, _MOST_SLICES)
+    return slices if slices >= _FEWEST_SLICES else 1
+
+
 def unit_counts(shares: Sequence[float], segment: SegmentWork) -> tuple[int, ...]:
     """Return how many units each rank owns so that the largest of ``count / share`` is least (D'Hondt's apportionment).
 
@@ -226,15 +285,15 @@ def unit_counts(shares: Sequence[float], segment: SegmentWork) -> tuple[int, ...
     """
     num_ranks, quantum = len(shares), segment.quantum
     if segment.stays or len(set(shares)) == 1:
-        return home_counts(segment.num_units, num_ranks, segment.block)
+        return home_counts(segment.num_units, num_ranks, segment.block, segment.slices)
     if segment.block > quantum:
         return _counts_with_copies(tuple(shares), segment)
     counts = [segment.min_units] * num_ranks
-    left = segment.num_units - sum(counts)
+    left = free = segment.num_units - sum(counts)
     # Down to what each rank gets in any case, so that the loop is over the remainders only.
     total = math.fsum(shares)
     for rank, share in enumerate(shares):
-        sure = math.floor(segment.num_units * share / total / quantum - num_ranks) * quantum - counts[rank]
+        sure = math.floor(free * share / total / quantum - num_ranks) * quantum - counts[rank]
         sure = max(sure, 0) // quantum * quantum
         counts[rank] += sure
         left -= sure
@@ -256,22 +315,28 @@ def unit_counts(shares: Sequence[float], segment: SegmentWork) -> tuple[int, ...
 @lru_cache(maxsize=256)
 def _counts_with_copies(shares: tuple[float, ...], segment: SegmentWork) -> tuple[int, ...]:
     """The same where blocks may be apart: whole ones, where copies of what units share cost more than they bring."""
-    least = -(-segment.min_units // segment.block) * segment.block
-    whole = dataclasses.replace(segment, block=1, quantum=segment.block, min_units=least)
-    single = dataclasses.replace(segment, block=1)
-    divisions = [_improved(unit_counts(shares, each), shares, segment) for each in (single, whole)]
+    divisions = []
+    for size in sorted({segment.quantum, max(segment.slices, segment.quantum), segment.block}):
+        least = -(-segment.min_units // size) * size
+        if least * len(shares) <= segment.num_units:
+            plain = dataclasses.replace(segment, block=1, quantum=size, min_units=least)
+            divisions.append(_improved(unit_counts(shares, plain), shares, segment))
     return min(divisions, key=lambda counts: _step(counts, shares, segment))
 
 
 def _improved(counts: tuple[int, ...], shares: Sequence[float], segment: SegmentWork) -> tuple[int, ...]:
-    """Counts from which no single unit that leaves the rank that takes longest makes a step shorter."""
-    ranks = range(len(shares))
+    """Counts from which no units that leave the rank that takes longest, one or a whole, make a step shorter."""
+    ranks, sizes = range(len(shares)), {segment.quantum, max(segment.slices, segment.quantum)}
     while True:
         seconds = [load / share if share else 0.0 for load, share in zip(segment.loads(counts), shares, strict=True)]
         giver = max(ranks, key=seconds.__getitem__)
-        may_take = (rank for rank in ranks if rank != giver and shares[rank] and counts[giver] > segment.min_units)
+        may_take = (rank for rank in ranks if rank != giver and shares[rank])
         takers = sorted(may_take, key=seconds.__getitem__)[:_MOST_TAKERS]
-        others = [tuple(counts[rank] + (rank == taker) - (rank == giver) for rank in ranks) for taker in takers]
+        may_go = [size for size in sizes if counts[giver] - size >= segment.min_units]
+        others = [
+            tuple(counts[rank] + size * ((rank == taker) - (rank == giver)) for rank in ranks)
+            for taker, size in itertools.product(takers, may_go)
+        ]
         best = min(others, key=lambda each: _step(each, shares, segment), default=counts)
         if _step(best, shares, segment) >= _step(counts, shares, segment):
             return counts
@@ -282,7 +347,13 @@ def _step(counts: tuple[int, ...], shares: Sequence[float], segment: SegmentWork
     """What a step takes in the segment, in what an even share takes at the mean speed."""
     loads = zip(segment.loads(counts), shares, strict=True)
     longest = max(load / share if share else math.inf * load for load, share in loads if load)
-    return longest + segment.apart * blocks_held(counts, segment.block)[1]
+    holdings = Holdings.of(counts, segment.block, segment.slices, segment.grain)
+    copies, blocks, wholes = segment.copies, holdings.blocks_apart, holdings.wholes_apart
+    if segment.block > segment.slices and blocks:
+        longest += copies.any_block + copies.each_block * blocks
+    if segment.slices > 1 and wholes:
+        longest += copies.any_whole + copies.each_whole * wholes
+    return longest
 
 
 def most_travelling(before: Sequence[float], after: Sequence[float], segments: Sequence[SegmentWork]) -> float:
@@ -291,24 +362,33 @@ def most_travelling(before: Sequence[float], after: Sequence[float], segments: S
     for segment in segments:
         counts = [unit_counts(shares, segment) for shares in (before, after)]
         changes = np.array(counts[0]) - np.array(counts[1])
-        gives_and_gets = np.stack([np.maximum(changes, 0), np.maximum(-changes, 0)])
+        gives_and_gets = np.stack([np.maximum(changes, 0), np.maximum(-changes, 0)]).astype(float)
         if segment.block > 1:  # takers may change, too
-            home = OwnershipMap.home(segment.num_units, len(before), segment.block)
-            owners = [home.with_counts(each).owners for each in counts]
-            moving = owners[0] != owners[1]
-            gives_and_gets = np.stack([np.bincount(each[moving], minlength=len(before)) for each in owners])
+            home = OwnershipMap.home(segment.num_units, len(before), segment.block, segment.slices)
+            maps = home.with_counts(counts[0]), home.with_counts(counts[1])
+            of_wholes, of_blocks = (_given_and_got(*maps, size) for size in (segment.slices, segment.block))
+            gives_and_gets = (1.0 - segment.shared) * of_wholes + segment.shared * of_blocks
         given += segment.work * len(before) / segment.num_units * gives_and_gets
     return float(given.max())
 
 
-def owned_shares(shares: Sequence[float], segments: Sequence[SegmentWork]) -> tuple[float, ...]:
-    """Return what each rank then owns of the products, in units of a rank's at even shares.
+def _given_and_got(before: OwnershipMap, after: OwnershipMap, block: int) -> Any:
+    """[2, R]: units of blocks that each rank gives to those who had none of their units, and gets."""
+    ranks = np.arange(before.num_ranks)[:, None, None]
+    had, has = ((owned.owners.reshape(-1, block) == ranks).any(axis=2) for owned in (before, after))
+    new = has & ~had
+    given = np.bincount(had.argmax(axis=0), weights=new.sum(axis=0), minlength=len(ranks))
+    return np.stack([given, new.sum(axis=1)]) * block
+
+
+def owned_shares(shares: Sequence[float], segments: Sequence[SegmentWork], *, held: bool = False) -> tuple[float, ...]:
+    """Return what each rank then owns of the products, or of what they are made, in units of a rank's at even shares.
 
     What is in no segment stays.
     """
     owned = [1.0 - math.fsum(segment.work for segment in segments)] * len(shares)
     for segment in segments:
-        for rank, load in enumerate(segment.loads(unit_counts(shares, segment))):
+        for rank, load in enumerate(segment.loads(unit_counts(shares, segment), held=held)):
             owned[rank] += segment.work * load
     # All of it and nothing are exact: who owns nothing is treated otherwise than who owns a little.
     return tuple(round(share, _OWNED_DECIMALS) for share in owned)

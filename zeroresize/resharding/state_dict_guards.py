@@ -143,4 +143,4 @@ def _uneven(layer: Any) -> str | None:
         return None if is_home else f"is a copy of an unevenly divided layer ({tuple(local)} for {tuple(home)})"
     if segment.owned.is_home:
         return None
-    return f"is divided unevenly ({', '.join(map(str, segment.owned.counts))} {segment.kind})"
+    return f"is divided unevenly ({', '.join(map(str, segment.counts))} {segment.kind})"

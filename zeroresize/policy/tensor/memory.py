@@ -163,4 +163,4 @@ class GroupMemory:
         if not self._work:
             return [1.0] * self._num_ranks
         elsewhere = 1.0 - self._work
-        return [(products - elsewhere) / self._work for products in owned_shares(shares, self._segments)]
+        return [(products - elsewhere) / self._work for products in owned_shares(shares, self._segments, held=True)]

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from zeroresize.plan.ownership import SegmentWork, checked_shares, most_travelling, owned_shares
+from zeroresize.plan.ownership import CopyCosts, SegmentWork, checked_shares, most_travelling, owned_shares
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.moves.rental import FIRST_PAUSE, Option, Reason, Rental, Verdict
 from zeroresize.policy.tensor.costs import MigrationCost
@@ -50,7 +50,7 @@ class OwnershipDecision:
         cost: of a move, as far as is known.
         comparing_s: seconds for which ranks compare products after a move away from home.
         rental: what staying has cost, and pauses.
-        copy_cost: what a block of rows that several ranks hold was measured to cost; None before.
+        copy_costs: what rows that several ranks hold were measured to cost; None before.
         away_s: seconds that steps since the last move have saved against home, less what makes it good; 0 at home.
         is_way_home_paid: whether it is; not after a move that memory made.
     """
@@ -65,7 +65,7 @@ class OwnershipDecision:
     cost: MoveCost = field(default_factory=MoveCost, init=False)
     comparing_s: float = field(default=0.0, init=False)
     rental: Rental = field(default_factory=lambda: Rental(doubt=UNPROVED), init=False)
-    copy_cost: float | None = field(default=None, init=False)
+    copy_costs: CopyCosts | None = field(default=None, init=False)
     away_s: float = field(default=0.0, init=False)
     is_way_home_paid: bool = field(default=True, init=False)
     _verdict: Verdict = field(default=Verdict(Reason.NOTHING_SAVES), init=False, metadata=UNSAVED)
@@ -75,9 +75,9 @@ class OwnershipDecision:
         self.segments = merged(self.segments)
         self.home = self.owned = self.owned_before = (1.0,) * self.num_ranks
 
-    def expect_segments(self, segments: Sequence[SegmentWork], copy_cost: float) -> None:
+    def expect_segments(self, segments: Sequence[SegmentWork], copy_costs: CopyCosts) -> None:
         """Count units of these segments from now on."""
-        self.segments, self.copy_cost = merged(segments), copy_cost
+        self.segments, self.copy_costs = merged(segments), copy_costs
 
     def after_loading(self) -> None:
         """Let everything be at home where nothing can move.

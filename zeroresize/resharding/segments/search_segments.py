@@ -50,7 +50,7 @@ def search_segments(
     if isinstance(named, Segment) or not all(isinstance(segment, Segment) for segment in named):
         raise ValueError(f"segments={named!r}: wanted is a list of zeroresize.Segment")
     segments, staying_even = find_segments(unwrap(model), layers, group_size(process_group), named)
-    if any(segment.shared for segment in segments):
+    if any(segment.owned.block > 1 for segment in segments):
         hand_out_gradients()
     _hold_whole_units([each for each in segments if each.cut], process_group)
     reasons = why_not_keyable(unwrap(model), segments)
@@ -183,6 +183,7 @@ def _described(segment: OwnedSegment) -> dict[str, Any]:
         "kind": segment.kind,
         "layers": list(segment.layers),
         "units": len(segment.owned.owners),
+        "slices": segment.owned.slices,
         "quantum": segment.quantum,
         "min_units": segment.min_units,
         "on_change": segment.on_change is not None,

@@ -170,6 +170,10 @@ class _Check:
         """Check every segment."""
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
         homes = [(segment, segment.owned, segment.shares) for segment in self._segments]
+        divisible = [segment for segment in self._segments if segment.owned.slices > 1]
+        modes = {layer: layer.training for segment in divisible for layer in segment.modules}
+        for layer in modes:
+            layer.training = True  # else ranks compute all tokens of what they hold
         for layer in self._model.modules():
             if isinstance(layer, BalancedLinear) and not layer.is_column_parallel:
                 layer.watch_forward = lambda *_: self._ranks.arrive("a row-parallel layer")
@@ -182,6 +186,8 @@ class _Check:
                 was_away, segment.owned, segment.shares = segment.owned != owned, owned, shares
                 if was_away:
                     segment.follow(self._ranks.rank)
+            for layer, is_training in modes.items():
+                layer.training = is_training
 
     def _compute_expected(self) -> _Results:
         """Outputs and gradients at even shares."""
@@ -289,6 +295,8 @@ def _divisions(segment: OwnedSegment) -> Iterator[tuple[OwnershipMap, str]]:
     owners = owned.owners.copy()
     for rank, count in enumerate(owned.counts):
         num_given = -(-count // (4 * segment.quantum)) * segment.quantum
+        if segment.quantum < owned.slices and num_given % owned.slices == 0:
+            num_given -= segment.quantum  # so that heads are divided
         owners[owned.units_of(rank)[:num_given]] = (rank + 1) % owned.num_ranks
     yield replace(owned, owners=owners), f"the first {segment.kind} of each rank on the next one"
     given = owned.units_of(0)[: owned.counts[0] - segment.min_units]

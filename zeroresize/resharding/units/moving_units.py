@@ -54,7 +54,7 @@ class UnitMoveReport(MoveReport):
         num_units: of every kind that moved, how many changed owners in the whole group.
     """
 
-    num_units: Mapping[str, int]
+    num_units: Mapping[str, float]
 
 
 def move_units(
@@ -322,7 +322,7 @@ class UnitMove(Transaction):
         require_rebuildable(data_parallel)
         self._segments: list[tuple[OwnedSegment, OwnershipMap]] = []
         self._parameters: list[_MovingParameter] = []
-        self.num_units: dict[str, int] = {}
+        self.num_units: dict[str, float] = {}
         routes: dict[tuple[bytes, bytes, int], _Route] = {}  # most segments move alike
         plans = []
         for segment in segments:
@@ -338,7 +338,7 @@ class UnitMove(Transaction):
                 moving.append(_MovingParameter(contents, routes.setdefault((*key, block), route)))
             self._segments.append((segment, after))
             self._parameters += moving
-            num_units = int(np.count_nonzero(before.owners != after.owners))
+            num_units = before.in_wholes(int(np.count_nonzero(before.owners != after.owners)))
             self.num_units[segment.kind] = self.num_units.get(segment.kind, 0) + num_units
             plans.append([segment.name, *(owners.hex() for owners in key), [each.plan for each in moving]])
         _require_disjoint(moving.contents for moving in self._parameters)

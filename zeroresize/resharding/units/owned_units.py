@@ -23,7 +23,7 @@ from zeroresize.layers.weight_checks import is_sharded_in
 from zeroresize.optim.independence import steps_by_place, why_not_elementwise
 from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer, why_others_step
 from zeroresize.optim.shared_gradients import tell_host_of
-from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares, unit_counts
+from zeroresize.plan.ownership import CopyCosts, SegmentWork, checked_shares, owned_shares, unit_counts
 from zeroresize.policy.moves.move_cost import most_bytes
 from zeroresize.resharding.agreement import CannotMoveError, gather_reasons, meet_prepared
 from zeroresize.resharding.data_parallel import DataParallelReplicas
@@ -57,8 +57,8 @@ class Move:
     total_bytes: int
     most_bytes: int
     seconds: float
-    changes: Mapping[str, tuple[int, ...]]
-    owned_before: Mapping[str, tuple[int, ...]]
+    changes: Mapping[str, tuple[float, ...]]
+    owned_before: Mapping[str, tuple[float, ...]]
 
 
 class OwnedUnits:
@@ -94,10 +94,10 @@ class OwnedUnits:
         self._model, self._optimizer, self._group, self.meet = model, optimizer, process_group, meet
         self._rank, self._num_ranks = group_rank(process_group), group_size(process_group)
         self.segments: Sequence[OwnedSegment] = owned_segments(layers)
-        self._layers, self.sharing = layers, [segment for segment in self.segments if segment.shared]
+        self._layers, self.sharing = layers, [segment for segment in self.segments if segment.owned.block > 1]
         are_whole = bool(self.sharing) and self._steps_by_place
         for segment in self.sharing if self.is_home else ():  # else they go on as they are
-            segment.keep_blocks_whole(are_whole)
+            segment.keep_whole(blocks=are_whole, wholes=False)
         self.works: tuple[SegmentWork, ...] = segment_works(layers)
         if self.sharing:
             with suppress(ValueError, TypeError):  # nothing that torch steps is in it
@@ -139,18 +139,19 @@ class OwnedUnits:
         return owned
 
     @property
-    def num_units(self) -> dict[str, tuple[int, ...]]:
-        """Return how many units of every kind each rank owns, of all segments."""
-        counts: dict[str, tuple[int, ...]] = {}
+    def num_units(self) -> dict[str, tuple[float, ...]]:
+        """Return how many units of every kind each rank owns, of all segments; 1.5 where it computes half of one."""
+        counts: dict[str, tuple[float, ...]] = {}
         for segment in self.segments:
             known = counts.get(segment.kind, (0,) * self._num_ranks)
-            counts[segment.kind] = tuple(map(operator.add, known, segment.owned.counts))
+            counts[segment.kind] = tuple(map(operator.add, known, segment.counts))
         return counts
 
-    def expect_copies(self, cost: float) -> None:
+    def expect_copies(self, costs: CopyCosts) -> None:
         """Divide units by what copies cost from now on; at home, as elsewhere shares would mean other units then."""
         for segment in self.sharing if self.is_home else ():
-            segment.copy_cost = cost
+            segment.copy_costs = costs
+            segment.keep_whole(blocks=False, wholes=costs.are_whole)
         self.works = segment_works(self._layers)
 
     @property
