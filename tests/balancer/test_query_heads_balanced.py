@@ -103,8 +103,8 @@ def test_ranks_of_one_head_each_divide_the_slow_ones_and_whole_ones_stay(rank, g
             run.balancer._parts.decider.controller.ownership.segments,
         )
         if divisible:  # keys and values are those of all tokens of the only sequence
-            own = (HEAD_WORK * now[0] + BLOCK_WORK) * 2.0, HEAD_WORK * now[1] + 2 * BLOCK_WORK
-            assert of_rank[True] == pytest.approx(max(own) / (HEAD_WORK + BLOCK_WORK), rel=0.02)
+            of_ranks = (HEAD_WORK * now[0] + BLOCK_WORK) * 2.0, HEAD_WORK * now[1] + 2 * BLOCK_WORK
+            assert of_rank[True] == pytest.approx(max(of_ranks) / (HEAD_WORK + BLOCK_WORK), rel=0.02)
         step_s, now = trained(run, group, 1.0)
         assert now == (1, 1) and step_s == pytest.approx(even_s)
         run.balancer.close()

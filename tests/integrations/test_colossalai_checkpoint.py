@@ -64,7 +64,7 @@ def test_a_boosted_vit_with_units_away_is_loaded_under_another_division(run_rank
 
     def save(rank, group):
         host = boosted(group, precision, (3, 1), 1)
-        counts = {segment.owned.counts for segment in owned_segments(balanced_layers(host.model))}
+        counts = {segment.counts for segment in owned_segments(balanced_layers(host.model))}
         assert counts == {(3, 1), (48, 16)}
         train(host, range(2))
         dcp.save(zr.sharded_state_dict(host.model, host.optimizer), checkpoint_id=first)

@@ -53,7 +53,7 @@ def test_training_goes_on_as_if_nothing_had_moved(rank, group, *, precision):
     losses = train(run, range(2), dtype)
     run[-1].move((3, 1))
     losses += train(run, range(2, 4), dtype)
-    counts = [segment.owned.counts for segment in owned_segments(balanced_layers(run[0]))]
+    counts = [segment.counts for segment in owned_segments(balanced_layers(run[0]))]
     model, optimizer, booster, *_ = run
     images, labels = batch(rank // 2, dtype)
     loss = torch.nn.functional.cross_entropy(model(images).logits.float(), labels)

@@ -71,8 +71,8 @@ def test_heads_stay_whole_where_attention_is_not_torchs_or_takes_tokens_elsewher
         with pytest.MonkeyPatch.context() as patched:
             patched.setitem(functions, "sdpa", function)
             segments, reasons = convert_and_find(split(build("Llama", attention), group), group)
-        found = {each.owned.slices for each in segments if each.kind == "heads"}
-        assert found == {slices}, reasons
+        there_are = {each.owned.slices for each in segments if each.kind == "heads"}
+        assert there_are == {slices}, reasons
 
 
 @on_ranks(2)
