@@ -30,7 +30,7 @@ LIMITS = {
     "package code lines": 30_194,
     "tests lines": 44_072,
     "examples lines": 12_726,
-    "docs lines": 4_354,
+    "docs lines": 4_358,
     "tuning constants": 149,
 }
 
