@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -110,6 +111,30 @@ def require_copies_alike(model, group):
             for block in {number for of_rank in by_rank for number in of_rank}:
                 first, *others = (of_rank[block] for of_rank in by_rank if block in of_rank)
                 assert all(torch.equal(first, other) for other in others)
+
+
+def check_saved(group, folder, shares, loaded, **options):
+    """What is saved by these shares is the undivided model, and loads by others into models of other options."""
+    model, optimizer, balancer = balanced(group, **options)
+    balancer.move(shares)
+    train(model, optimizer, 3, zr.clip_grad_norm_, balancer.step)
+    dcp.save(zr.sharded_state_dict(model, optimizer), checkpoint_id=folder)
+    whole = whole_model()
+    train(whole, torch.optim.AdamW(whole.parameters(), lr=1e-2), 3, clip_grad_norm_)
+    read = {key: torch.empty_like(value) for key, value in whole.state_dict().items()}
+    dcp.load(read, checkpoint_id=folder)
+    for key, value in whole.state_dict().items():
+        torch.testing.assert_close(read[key], value, rtol=1e-9, atol=1e-12)
+    for other_shares, other_options in loaded:
+        other, others, its_balancer = balanced(group, **other_options)
+        its_balancer.move(other_shares)
+        dcp.load(zr.sharded_state_dict(other, others), checkpoint_id=folder)
+        require_copies_alike(other, group)
+        with its_balancer.at_home(), balancer.at_home():
+            for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
+                assert torch.equal(ours, theirs)
+                assert torch.equal(others.state[ours]["exp_avg"], optimizer.state[theirs]["exp_avg"])
+    return model
 
 
 class Alone:

@@ -4,17 +4,24 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from helpers import query_heads as heads
 from helpers.compiled import compiled
 from helpers.on_ranks import on_ranks
-from helpers.query_heads import HEAD, WIDTH, X, balanced, require_alike, require_copies_alike, train, whole_model
+from helpers.query_heads import (
+    HEAD,
+    WIDTH,
+    X,
+    balanced,
+    check_saved,
+    require_alike,
+    train,
+    whole_model,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import parallel as tensor_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -127,26 +134,10 @@ def test_where_nothing_is_learned_keys_are_those_of_all_tokens(rank, group):
 def test_what_is_saved_while_heads_are_divided_is_the_undivided_model_and_loads_in_any_division(
     rank, group, *, tmp_path
 ):
-    model, optimizer, balancer = balanced(group, divisible=True)
-    balancer.move((3.4, 4.6))
-    train(model, optimizer, 3, zr.clip_grad_norm_, balancer.step)
+    divided = {"divisible": True}
+    loaded = [((1, 1), divided), ((6, 2), {}), ((4.85, 3.15), divided)]
+    model = check_saved(group, tmp_path, (3.4, 4.6), loaded, **divided)
     assert num_divided(model)
-    dcp.save(zr.sharded_state_dict(model, optimizer), checkpoint_id=tmp_path)
-    whole = whole_model()
-    train(whole, torch.optim.AdamW(whole.parameters(), lr=1e-2), 3, clip_grad_norm_)
-    read = {key: torch.empty_like(value) for key, value in whole.state_dict().items()}
-    dcp.load(read, checkpoint_id=tmp_path)
-    for key, value in whole.state_dict().items():
-        torch.testing.assert_close(read[key], value, rtol=1e-9, atol=1e-12)
-    for shares in ((1, 1), (6, 2), (4.85, 3.15)):
-        other, others, its_balancer = balanced(group, divisible=shares != (6, 2))
-        its_balancer.move(shares)
-        dcp.load(zr.sharded_state_dict(other, others), checkpoint_id=tmp_path)
-        require_copies_alike(other, group)
-        with its_balancer.at_home(), balancer.at_home():
-            for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
-                assert torch.equal(ours, theirs)
-                assert torch.equal(others.state[ours]["exp_avg"], optimizer.state[theirs]["exp_avg"])
 
 
 @on_ranks(2)

@@ -3,9 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from helpers.on_ranks import on_ranks
-from helpers.query_heads import HEAD, WIDTH, balanced, counts_of, require_copies_alike, train, whole_model
+from helpers.query_heads import HEAD, WIDTH, balanced, check_saved, counts_of, require_copies_alike, train, whole_model
 from torch.distributed.tensor import parallel as tensor_parallel
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
@@ -76,25 +75,7 @@ def test_four_ranks_may_have_parts_of_several_groups(rank, group):
 
 @on_ranks(2)
 def test_what_is_saved_apart_is_the_undivided_model_and_loads_in_any_division(rank, group, *, tmp_path):
-    model, optimizer, balancer = balanced(group)
-    balancer.move((3, 5))
-    train(model, optimizer, 3, zr.clip_grad_norm_, balancer.step)
-    dcp.save(zr.sharded_state_dict(model, optimizer), checkpoint_id=tmp_path)
-    whole = whole_model()
-    train(whole, torch.optim.AdamW(whole.parameters(), lr=1e-2), 3, clip_grad_norm_)
-    read = {key: torch.empty_like(value) for key, value in whole.state_dict().items()}
-    dcp.load(read, checkpoint_id=tmp_path)
-    for key, value in whole.state_dict().items():
-        torch.testing.assert_close(read[key], value, rtol=1e-9, atol=1e-12)
-    for shares in ((1, 1), (6, 2), (5, 3)):
-        other, others, its_balancer = balanced(group)
-        its_balancer.move(shares)
-        dcp.load(zr.sharded_state_dict(other, others), checkpoint_id=tmp_path)
-        require_copies_alike(other, group)
-        with its_balancer.at_home(), balancer.at_home():
-            for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
-                assert torch.equal(ours, theirs)
-                assert torch.equal(others.state[ours]["exp_avg"], optimizer.state[theirs]["exp_avg"])
+    check_saved(group, tmp_path, (3, 5), [((1, 1), {}), ((6, 2), {}), ((5, 3), {})])
 
 
 @on_ranks(2)
