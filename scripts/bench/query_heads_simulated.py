@@ -1,7 +1,8 @@
 """Few keys' heads at scale, by the decisions of training: python -m scripts.bench.query_heads_simulated
 
-Steps of LLaMA-3 at TP 8 with one slow rank, when whole groups of queries' heads move and when single heads do, of the
-homogeneous step, by the FLOPs of products; and what copies of keys' and values' heads cost.
+Steps of LLaMA-3, and of three heads a rank, at TP 8 with one slow rank, when whole groups of queries' heads move, when
+single heads do, and when ranks divide heads, of the homogeneous step, by the FLOPs of products; and what copies of
+keys' and values' heads cost.
 """
 
 from __future__ import annotations
@@ -9,14 +10,23 @@ from __future__ import annotations
 import dataclasses
 
 from scripts.bench.common import parser_of, save, show
-from zeroresize.plan.ownership import OwnershipMap, SegmentWork, neuron_quantum, unit_counts, units_by_block
+from zeroresize.plan.ownership import (
+    COPY_GAIN,
+    CopyCosts,
+    OwnershipMap,
+    SegmentWork,
+    neuron_quantum,
+    slices_of,
+    unit_counts,
+    units_by_block,
+)
 from zeroresize.policy.tensor.costs import ResizingCost
 from zeroresize.policy.tensor.estimation.times import RankTimes
 from zeroresize.policy.tensor.rules.ownership import owned_step_s, wanted_shares, work_conserving_bound_s
 
 RANKS, HEAD = 8, 128
 #: Hidden size, neurons, queries' and keys' heads.
-MODELS = {"LLaMA-3 8B": (4096, 14336, 32, 8), "LLaMA-3 70B": (8192, 28672, 64, 8)}
+MODELS = {"LLaMA-3 8B": (4096, 14336, 32, 8), "LLaMA-3 70B": (8192, 28672, 64, 8), "24 heads": (3072, 8192, 24, 24)}
 #: Products take as long as their share of FLOPs.
 IDEAL = ResizingCost.linear(0.96)
 
@@ -46,6 +56,11 @@ def main() -> None:
                 removed, copies = (chi - step) / (chi - bound), Copies.of(counts, attention.block, hidden)
                 rows.append([name, chi, units, f"{step:.3f}", f"{removed:.2f}", counts, copies.sent, copies.held])
                 results.append({"model": name, "chi": chi, "units": units, "step": step, "removed": removed})
+            slices = slices_of(attention.num_units, RANKS)
+            cut = {"num_units": slices * attention.num_units, "block": slices * attention.block, "slices": slices}
+            segments = dataclasses.replace(attention, **cut, copies=CopyCosts(any_whole=COPY_GAIN)), feed_forward
+            step = owned_step_s(times, wanted_shares(times, [rank == 0 for rank in range(RANKS)], segments), segments)
+            rows.append([name, chi, "parts", f"{step:.3f}", f"{(chi - step) / (chi - bound):.2f}", "", "", ""])
             rows.append([name, chi, "T*", f"{bound:.3f}", "1.00", "", "", ""])
     columns = ["model", "χ", "units", "step", "of the removable", "heads", "MB a layer and step", "k and v a token"]
     show(f"Steps of {RANKS} ranks, of the homogeneous one", columns, rows)
