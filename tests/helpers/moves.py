@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers import parallel_layers, pipelines, strategies
+from helpers import parallel_layers, pipelines, query_heads, strategies
 from zeroresize.comm import words
 from zeroresize.comm.exchange import Exchange
 from zeroresize.comm.groups import CpuGroup
@@ -131,6 +131,41 @@ class UnitsOfABalancer(Units):
         words.WAIT_S = 0.2  # for what other ranks that fail may report
         self.meet = Exchange(CpuGroup(self.group, {})).meet
         super().start()
+
+
+class PartsOfHeads(Units):
+    """Ranks hold the same heads, and copies of keys' heads, before and after."""
+
+    def start(self):
+        self.model = query_heads.divided(self.group, divisible=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.segments = [attention.out.segment for attention in self.model]
+        self._move(self._targets(26, 66, 36))
+        self.train()
+
+    def train(self):
+        self.model(query_heads.X).square().mean().backward()
+        self.optimizer.step()
+        query_heads.require_copies_alike(self.model, self.group)
+
+    def _targets(self, *slices):
+        return {segment.name: segment.owned.with_counts(slices) for segment in self.segments}
+
+    def move(self):
+        self._move(self._targets(58, 28, 42))
+
+    def move_elsewhere(self):
+        self._move(self._targets(60, 20, 48))
+
+    def move_nowhere(self):
+        self._move({"1.out": OwnershipMap.home(127, NUM_RANKS)})
+
+    @contextmanager
+    def other_optimizer_state(self):
+        step = self.optimizer.state[self.model[1].q.weight]["step"]
+        step += 1
+        yield "the ranks of the group hold different optimizer state of 1.q"
+        step -= 1
 
 
 class Layers(KindOfMove):
@@ -279,6 +314,7 @@ class MovesOfOptimizer(Switches):
 KINDS = {
     "units": Units,
     "units of a balancer": UnitsOfABalancer,
+    "parts of heads": PartsOfHeads,
     "layers": Layers,
     "layers during backward": LayersDuringBackward,
     "re-packing": Repacking,

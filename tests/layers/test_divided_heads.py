@@ -73,6 +73,15 @@ def test_four_ranks_divide_heads(rank, group, of_group, micro_batches):
     require_alike(group, run(moves, micro_batches), of_group=of_group, divisible=True)
 
 
+@on_ranks(2)
+def test_copies_are_the_same_bits_after_a_hundred_steps_with_clipping(rank, group):
+    def train_long(model, optimizer, balancer, clip):
+        balancer.move((3.4, 4.6))
+        return train(model, optimizer, 100, clip, balancer.step)
+
+    assert num_divided(require_alike(group, train_long, divisible=True))
+
+
 @on_ranks(2, [(True,), (False,)])
 def test_forwards_are_checkpointed_and_layers_frozen(rank, group, use_reentrant):
     def checkpointed(model, optimizer, balancer, clip):
