@@ -25,12 +25,12 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 46_792,
+    "package lines": 46_845,
     "package files": 273,
-    "package code lines": 30_194,
-    "tests lines": 44_130,
+    "package code lines": 30_236,
+    "tests lines": 44_328,
     "examples lines": 12_820,
-    "docs lines": 4_365,
+    "docs lines": 4_376,
     "tuning constants": 149,
 }
 

@@ -355,7 +355,7 @@ def _parallel_layers(model: nn.Module) -> Iterator[tuple[str, Any, HostAdapter]]
 
 
 def _why_left_alone(module: Any, host: HostAdapter, process_group: ProcessGroup) -> str | None:
-    reason = why_no_whole_weight(module) or host.why_left_alone(module)
+    reason = host.why_left_alone(module) or why_no_whole_weight(module)
     if reason is not None:
         return reason
     if getattr(module, "gather_output", False):

@@ -94,13 +94,14 @@ _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _COLUMN = (
     *(f"attention.{place}{kind}" for place in ("attention.", "self.") for kind in ("query", "key", "value")),
     "intermediate.dense",
-    *(f"self_attn.{one}_proj" for one in "qkv"),
+    *(f"{place}.{kind}_proj" for place in ("self_attn", "attention") for kind in "qkv"),
+    "mlp.fc1",
     "gate_proj",
     "up_proj",
     "c_attn",
     "c_fc",
 )
-_ROW = ("output.dense", "o_proj", "down_proj", "c_proj")
+_ROW = ("output.dense", "o_proj", "down_proj", "c_proj", "mlp.fc2")
 #: Kind of model → (its attributes in a config, whether it reads pictures).
 KINDS = {
     "ViT": ({**_SIZES, **_IMAGES, **_NO_DROPOUT}, True),
@@ -110,6 +111,22 @@ KINDS = {
     "Llama": ({**_SIZES, **_WORDS, "num_key_value_heads": KV_HEADS}, False),
     "Mistral": ({**_SIZES, **_WORDS, "num_key_value_heads": HEADS}, False),
     "Qwen2": ({**_SIZES, **_WORDS, "num_key_value_heads": KV_HEADS}, False),
+    "Gemma2": (
+        {
+            **{**_SIZES, **_WORDS, "num_key_value_heads": KV_HEADS},
+            **{"head_dim": HIDDEN // HEADS, "query_pre_attn_scalar": 6, "attn_logit_softcapping": 0.5},
+            "sliding_window": 4,
+        },
+        False,
+    ),
+    "Granite": ({**_SIZES, **_WORDS, "num_key_value_heads": KV_HEADS, "attention_multiplier": 0.7}, False),
+    "Glm4": (
+        {
+            **{**_SIZES, **_WORDS, "num_key_value_heads": KV_HEADS},
+            **{"head_dim": HIDDEN // HEADS, "attention_bias": True, "pad_token_id": 0},
+        },
+        False,
+    ),
     "GPT2": (
         {
             "n_embd": HIDDEN,
@@ -125,13 +142,24 @@ KINDS = {
         False,
     ),
 }
+#: The same of those that not every test of these can take.
+_FURTHER = {
+    "Llama4Text": (
+        {
+            **{**_SIZES, **_WORDS, "num_key_value_heads": KV_HEADS, "head_dim": HIDDEN // HEADS},
+            **{"intermediate_size_mlp": MLP, "moe_layers": []},
+        },
+        False,
+    ),
+    "Olmo2": ({**_SIZES, **_WORDS, "num_key_value_heads": KV_HEADS, "pad_token_id": 0}, False),
+}
 
 
 def build(kind, attention="sdpa", **changes):
     """The same on every rank and at every call, in float64."""
     import transformers
 
-    settings, _ = KINDS[kind]
+    settings, _ = (KINDS | _FURTHER)[kind]
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**{**settings, **changes}, attn_implementation=attention)
     model = getattr(transformers, f"{kind}Model")(config).double().train()
@@ -145,7 +173,7 @@ def last_hidden_state(kind, model):
     if KINDS[kind][1]:
         return model(torch.randn(3, 3, 8, 8, generator=generator, dtype=torch.float64)).last_hidden_state
     words = torch.randint(VOCABULARY - 1, (3, 7), generator=generator)
-    return model(input_ids=words, use_cache=False if kind in ("Llama", "Mistral", "Qwen2", "GPT2") else None)[0]
+    return model(input_ids=words, use_cache=None if kind in ("Bert", "Roberta") else False)[0]
 
 
 def compute(kind):
@@ -162,7 +190,8 @@ def split(model, group):
             continue
         made_by = zr.ColumnParallelLinear if name.endswith(_COLUMN) else zr.RowParallelLinear
         parent, _, leaf = name.rpartition(".")
-        layer = made_by.from_linear(module, process_group=group, parts=3 if leaf == "c_attn" else 1)
+        parts = {"c_attn": 3, "gate_up_proj": 2}.get(leaf, 1)
+        layer = made_by.from_linear(module, process_group=group, parts=parts)
         setattr(model.get_submodule(parent), leaf, layer)
     for module in model.modules():
         for count in ("num_attention_heads", "all_head_size", "num_heads", "split_size", "embed_dim"):

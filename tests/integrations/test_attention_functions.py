@@ -11,6 +11,7 @@ from helpers.processes import in_first_rank
 
 import zeroresize as zr
 from zeroresize.conversion import balanced_layers
+from zeroresize.integrations import known_modules
 from zeroresize.layers.segments import owned_segments
 from zeroresize.plan.ownership import OwnershipMap
 from zeroresize.resharding.agreement import CannotMoveError
@@ -31,6 +32,33 @@ def alibi(module, query, key, value, attention_mask, **options):
     return sdpa_attention_forward(module, query, key, value, -slopes * distance, **options)
 
 
+def alibi_in_training(module, *operands, **options):
+    """Not in evaluation."""
+    return (alibi if module.training else scaled)(module, *operands, **options)
+
+
+def alibi_with_gradients(module, *operands, **options):
+    """Not where nothing is learned."""
+    return (alibi if torch.is_grad_enabled() else scaled)(module, *operands, **options)
+
+
+class NormOfGradients(torch.autograd.Function):
+    """Divides gradients by their norm over all heads that the rank holds."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dx):
+        return dx / dx.norm()
+
+
+def norm_of_gradients(module, query, *operands, **options):
+    """All heads alike, but for gradients."""
+    return scaled(module, NormOfGradients.apply(query), *operands, **options)
+
+
 def scaled(module, query, key, value, attention_mask, **options):
     """All heads alike."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -45,7 +73,8 @@ def attention_functions(monkeypatch):
 
     functions = dict(AttentionInterface._global_mapping)
     monkeypatch.setattr(AttentionInterface, "_global_mapping", functions)
-    functions["alibi"], functions["scaled"] = alibi, scaled
+    functions |= {"alibi": alibi, "scaled": scaled, "alibi in training": alibi_in_training}
+    functions |= {"alibi with gradients": alibi_with_gradients, "norm of gradients": norm_of_gradients}
     return functions
 
 
@@ -57,15 +86,47 @@ def attention_of(model, group):
     return [segment for segment in owned_segments(layers) if segment.kind != "neurons"], next(iter(reasons), None)
 
 
-@on_ranks(2, [("ViT",), ("Llama",), ("GPT2",)])
+@on_ranks(2, [("ViT",), ("Llama",), ("Gemma2",), ("Granite",), ("Glm4",), ("GPT2",)])
 @in_first_rank
 def test_a_function_that_was_registered_is_tried_by_numbers(rank, group, kind, *, attention_functions):
-    for name in ("alibi", "scaled"):
-        model = split(build(kind), group)
+    of_learning = [(name, True) for name in ("alibi with gradients", "norm of gradients")]
+    for name, mode in (("alibi", True), ("alibi", False), ("alibi in training", False), *of_learning, ("scaled", True)):
+        model = split(build(kind), group).train(mode)
         model.config._attn_implementation = name
         segments, reason = attention_of(model, group)
         assert len(segments) == (DEPTH if name == "scaled" else 0), reason
         assert name == "scaled" or BY_NUMBERS in reason
+
+
+def norm_of_all_heads(x, *options):
+    """In place of one of each head of x [B, T, heads, features], or of x in another order."""
+    return x * torch.rsqrt(x.pow(2).mean((1, 2, 3), keepdim=True) + 1.0)
+
+
+@on_ranks(2)
+@in_first_rank
+def test_heads_of_a_class_of_another_forward_do_not_move(rank, group, *, monkeypatch):
+    """What another version may do between the layers; nothing about the module's class says so."""
+    from transformers.models.gemma2 import modeling_gemma2
+    from transformers.models.glm4 import modeling_glm4
+    from transformers.models.llama4 import modeling_llama4
+
+    segments, reason = attention_of(split(build("Llama4Text"), group), group)
+    assert len(segments) == DEPTH and all(each.min_units == each.owned.slices for each in segments), reason
+    rotate, repeat = modeling_glm4.apply_rotary_pos_emb, modeling_gemma2.repeat_kv
+
+    def rotate_other_heads(q, k, *rotations):
+        return rotate(q.roll(1, dims=1), k, *rotations)
+
+    monkeypatch.setattr(modeling_glm4, "apply_rotary_pos_emb", rotate_other_heads)
+    monkeypatch.setattr(modeling_gemma2, "repeat_kv", lambda states, times: repeat(states, times).roll(1, dims=1))
+    monkeypatch.setattr(modeling_llama4.Llama4TextL2Norm, "forward", lambda self, x: norm_of_all_heads(x))
+    known = known_modules._adapters_by_name
+    as_llama = known["transformers.models.llama.modeling_llama.LlamaAttention"]
+    monkeypatch.setitem(known, "transformers.models.olmo2.modeling_olmo2.Olmo2Attention", as_llama)
+    for kind, attention in (("Glm4", "sdpa"), ("Gemma2", "eager"), ("Llama4Text", "sdpa"), ("Olmo2", "sdpa")):
+        segments, reason = attention_of(split(build(kind, attention), group), group)
+        assert segments == [] and BY_NUMBERS in reason, kind
 
 
 @on_ranks(2)

@@ -16,7 +16,8 @@ HEAD = HIDDEN // HEADS
 GROUPS = HEADS // KV_HEADS
 HEADS_OF = {
     **dict.fromkeys(
-        ("ViT", "DeiT", "Bert", "Roberta", "Mistral", "Llama", "Qwen2"), ("heads", HEADS, [(HEAD,)] * 3, HEAD)
+        ("ViT", "DeiT", "Bert", "Roberta", "Mistral", "Llama", "Qwen2", "Gemma2", "Granite", "Glm4"),
+        ("heads", HEADS, [(HEAD,)] * 3, HEAD),
     ),
     "GPT2": ("heads", HEADS, [(HEAD,) * 3], HEAD),
 }
@@ -35,7 +36,7 @@ def test_every_layer_is_in_a_segment_of_heads_or_of_neurons_and_any_owner_comput
         assert attention.kind == name_of_units and sum(attention.counts) == num_units
         assert [one.rows for one in weights] == [*rows_of_columns, (rows_of_row,)]
         assert mlp.kind == "neurons" and len(mlp.owned.owners) == MLP
-        assert {one.rows for one in mlp.tensors} == {(1,)}
+        assert {one.rows for one in mlp.tensors} == ({(1, 1), (1,)} if kind == "Glm4" else {(1,)})
         for segment in (attention, mlp):
             *columns, row = segment.layers
             assert segment.name == row and not layers[row].is_column_parallel
@@ -44,7 +45,7 @@ def test_every_layer_is_in_a_segment_of_heads_or_of_neurons_and_any_owner_comput
             biases = [one.name for one in segment.tensors if one.attribute == "bias"]
             assert biases == [f"{name}.bias" for name in columns if layers[name].bias is not None]
     assert_any_owner_computes_the_same(model, segments, compute(kind), group)
-    if kind in ("ViT", "Bert", "Llama", "GPT2"):
+    if kind in ("ViT", "Bert", "Llama", "GPT2", "Gemma2"):
         model = split(build(kind, "eager"), group)
         assert_any_owner_computes_the_same(model, convert_and_find(model, group)[0], compute(kind), group)
 

@@ -1,14 +1,18 @@
 """Models that transformers has split by its tensor-parallel plans, or torch's styles: moved, saved, reloaded."""
 
+import functools
+
 import pytest
 import torch
 from helpers.transformers_models import (
     DECODERS,
+    FAMILIES,
     IS_5,
     batch,
     split_by_plan,
     train,
     whole_decoder,
+    with_eager_experts,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grad_norm_
@@ -20,6 +24,15 @@ from zeroresize.layers.segments import all_segments
 
 pytestmark = pytest.mark.transformers
 SHARES = {0: (3, 1), 2: (1, 3), 4: (1, 1)}
+#: Where a norm of all heads lies between, whose gradient version 4.51 sums over none, and version 5 once a backward.
+NORMS_OF_HEADS = ("qwen3", "gemma3", "qwen3_moe", "qwen3_next")
+#: What moves where that is not heads and neurons.
+MOVES = {
+    "glm4": ["heads"],
+    "mixtral": ["heads"],
+    "olmo2": ["neurons"],
+    "deepseek_v3": ["neurons"],
+} | ({} if IS_5 else {kind: ["neurons"] for kind in NORMS_OF_HEADS})
 
 
 def kinds_of_units(model):
@@ -30,7 +43,7 @@ def shapes_of(model):
     return [tuple(local_of(one).shape) for one in model.parameters()]
 
 
-def trained_with_moves(model, kind="decoder"):
+def trained_with_moves(model, micro_batches=1):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     balancer = zr.Balancer(model, optimizer, zr.BalanceConfig(mode="exact"))
     changes = []
@@ -42,42 +55,84 @@ def trained_with_moves(model, kind="decoder"):
             balancer.move(SHARES[step])
             changes.append(shapes_of(model) != before)
 
-    values = train(model, optimizer, 6, zr.clip_grad_norm_, kind, after)
+    values = train(model, optimizer, 6, zr.clip_grad_norm_, after=after, micro_batches=micro_batches)
     assert changes == [True, True, True]
-    return values, balancer
+    return values, balancer, optimizer
+
+
+def held(model, optimizer):
+    """Copies of what this rank holds of weights and moments."""
+    moments = [
+        value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+    ]
+    return [local_of(each).detach().clone() for each in (*model.parameters(), *moments)]
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("kind", DECODERS)
-def test_a_decoder_that_was_split_when_loaded_trains_as_whole_and_is_saved_whole(run_ranks, tmp_path, kind):
-    whole = whole_decoder(kind)
-    whole.save_pretrained(tmp_path / "whole")
-    expected = train(whole, torch.optim.AdamW(whole.parameters(), lr=1e-2), 6, clip_grad_norm_)
+@pytest.mark.parametrize("kind", [kind for kind in (*DECODERS, *FAMILIES) if kind not in ("phi3", "gpt_oss")])
+def test_a_decoder_that_was_split_when_loaded_trains_as_whole_and_is_saved_whole(
+    run_ranks, tmp_path, monkeypatch, kind
+):
+    # Norms, rotations and losses of some decoders are of float32 whatever they are given, and rounding grows.
+    monkeypatch.setattr(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else x.to(torch.float32))
+    attention = (DECODERS | FAMILIES)[kind][1].get("attn_implementation", "sdpa")
+    whole_decoder(kind).save_pretrained(tmp_path / "whole")
+    load = functools.partial(type(whole_decoder(kind)).from_pretrained, attn_implementation=attention)
+    load = functools.partial(load, **{"dtype" if IS_5 else "torch_dtype": torch.float64})
+    whole = with_eager_experts(
+        load(tmp_path / "whole")
+    )  # as it is divided: some keep factors in the dtype they load in
+    micro_batches = 1 if kind in NORMS_OF_HEADS else 2
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2)
+    expected = train(whole, optimizer, 6, clip_grad_norm_, micro_batches=micro_batches)
+    tolerance = 1e-6 if kind == "deepseek_v3" else 1e-9  # whose router is of float32: transformers alone is 8.4e-7 off
+    is_right = IS_5 or kind not in NORMS_OF_HEADS  # else the ranks' norms go ways of their own, without us, too
 
     def check(rank, group):
-        host, model = (split_by_plan(tmp_path / "whole", rank) for _ in range(2))
+        folder = tmp_path / "whole"
+        host, model = (split_by_plan(folder, rank, attn_implementation=attention) for _ in range(2))
         zr.convert(model)
         with torch.no_grad():
             assert model(**batch(7)).loss.item() == pytest.approx(host(**batch(7)).loss.item(), abs=1e-12)
-        heads_move = kind != "qwen3" or IS_5
-        assert kinds_of_units(model) == (["heads", "neurons"] if heads_move else ["neurons"])
-        values, balancer = trained_with_moves(model)
-        if heads_move:  # else the ranks' norms of heads go ways of their own, without us, too
-            assert values == pytest.approx(expected, abs=1e-6)  # norms of some decoders compute in float32
+        assert kinds_of_units(model) == MOVES.get(kind, ["heads", "neurons"])
+        values, balancer, optimizer = trained_with_moves(model, micro_batches)
+        if is_right:
+            assert values == pytest.approx(expected, abs=tolerance)
+        at_home = held(model, optimizer)
         balancer.move((3, 1))
         with pytest.raises(RuntimeError, match=r"at_home\(\)"):
             model.save_pretrained(tmp_path / "uneven")
         with balancer.at_home():
+            assert all(map(torch.equal, held(model, optimizer), at_home))
             model.save_pretrained(tmp_path / "trained")
         balancer.close(at_home=True)
         with torch.no_grad():
             return model(**batch(7)).loss.item()
 
     loss, _ = run_ranks(check, 2)
-    reloaded = type(whole).from_pretrained(tmp_path / "trained").double()
+    reloaded = with_eager_experts(load(tmp_path / "trained"))
     with torch.no_grad():
-        drift = 1e-9 if kind != "qwen3" or IS_5 else 1e-2
-        assert reloaded(**batch(7)).loss.item() == pytest.approx(loss, abs=drift)
+        assert reloaded(**batch(7)).loss.item() == pytest.approx(loss, abs=1e-9 if is_right else 1e-2)
+    for name, value in whole.state_dict().items() if is_right else ():
+        torch.testing.assert_close(reloaded.state_dict()[name], value, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("kind", sorted({"phi3", "gpt_oss"} & set(FAMILIES)))
+def test_a_plan_that_splits_nothing_or_gathers_is_said_to(run_ranks, tmp_path, kind):
+    whole_decoder(kind).save_pretrained(tmp_path / "whole")
+
+    def check(rank, group):
+        model = split_by_plan(tmp_path / "whole", rank)
+        if kind == "gpt_oss":
+            with pytest.raises(ValueError, match="the model has no layer that can be balanced"):
+                zr.convert(model)
+            return
+        zr.convert(model)
+        assert kinds_of_units(model) == []
+        reasons = {layer.stays_even for layer in balanced_layers(model).values()}
+        assert reasons == {"it takes the whole input and splits it evenly itself"}
+
+    run_ranks(check, 2)
 
 
 def test_gpt2_cannot_be_split_by_torch_and_is_told_so(run_ranks):
@@ -118,8 +173,8 @@ def test_heads_and_neurons_that_ranks_do_not_divide_are_held_whole(run_ranks, tm
         attention, feed_forward = model.model.layers[1].self_attn, model.model.layers[1].mlp
         assert local_of(attention.k_proj.weight).shape == (8 if rank == 0 and kv_heads == 3 else 4, 24)
         assert local_of(feed_forward.up_proj.weight).shape[0] == neurons // 2 + (rank == 0) * neurons % 2
-        values, balancer = trained_with_moves(model)
-        assert values == pytest.approx(expected, abs=1e-6)
+        values, balancer, _ = trained_with_moves(model)
+        assert values == pytest.approx(expected, abs=1e-9)
         with pytest.raises(RuntimeError, match="unit_size"):
             model.model.layers[0].self_attn.k_proj.weight.full_tensor()
         balancer.move((3, 1))
@@ -131,4 +186,4 @@ def test_heads_and_neurons_that_ranks_do_not_divide_are_held_whole(run_ranks, tm
         state = {name: torch.empty_like(value) for name, value in whole.state_dict().items()}
         torch.distributed.checkpoint.load(state, checkpoint_id=tmp_path / "trained")
         for name, value in whole.state_dict().items():
-            torch.testing.assert_close(state[name], value, atol=1e-6, rtol=1e-6)
+            torch.testing.assert_close(state[name], value, atol=1e-9, rtol=0)

@@ -92,6 +92,19 @@ def restored(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def in_mode(module: nn.Module, training: bool | None) -> Iterator[None]:
+    """Let every submodule's flag say ``training`` while the block lasts; None leaves what it says."""
+    before = [(submodule, submodule.training) for submodule in module.modules()]
+    try:
+        for submodule, _ in before:
+            submodule.training = submodule.training if training is None else training
+        yield
+    finally:
+        for submodule, was in before:
+            submodule.training = was
+
+
+@contextmanager
 def nothing_kept(module: nn.Module, *, but_for_attributes: bool = False) -> Iterator[None]:
     """Put back, when the block ends, what the modules in ``module`` hold, and random states."""
     state, random_before = ModuleState(module), _random_states(module)

@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 
 from zeroresize.integrations.changed_modules import own_hooks_off, why_changed
 from zeroresize.integrations.known_modules import is_elementwise_function, is_elementwise_module, name_of_function
-from zeroresize.integrations.module_state import nothing_kept
+from zeroresize.integrations.module_state import in_mode, nothing_kept
 from zeroresize.integrations.unit_proof import MixesUnitsError, Stimulus, WatchedFunctions, require_unmixed
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.unit_dropout import UnitDropout
@@ -286,7 +286,7 @@ def _under_every_circumstance(module: nn.Module, trace: Callable[[dict[str, Any]
     with own_hooks_off(module), nothing_kept(module):
         for arguments, training, autocast in itertools.product(arguments_of(module), modes, (False, True)):
             gradients = torch.set_grad_enabled(training is not False)
-            with _in_mode(module, training), gradients, torch.autocast(kind, enabled=autocast):
+            with in_mode(module, training), gradients, torch.autocast(kind, enabled=autocast):
                 trace(arguments)
 
 
@@ -303,19 +303,6 @@ def arguments_of(module: nn.Module) -> list[dict[str, Any] | None]:
 def _line_of(error: Exception) -> str:
     """The kind and the first line of an error."""
     return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].removesuffix(": ")
-
-
-@contextmanager
-def _in_mode(module: nn.Module, training: bool | None) -> Iterator[None]:
-    """Let every submodule's flag say ``training`` while the block lasts; None leaves what it says."""
-    before = [(submodule, submodule.training) for submodule in module.modules()]
-    try:
-        for submodule, _ in before:
-            submodule.training = submodule.training if training is None else training
-        yield
-    finally:
-        for submodule, was in before:
-            submodule.training = was
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,13 @@ from torch import Tensor, nn
 
 from zeroresize.integrations.changed_modules import remembered_by, why_changed, why_hooked
 from zeroresize.integrations.known_modules import SegmentAdapter, StaysEven, is_elementwise_module, register_by_name
-from zeroresize.integrations.unit_proof import MixesUnitsError, require_divisible, require_unmixed_in_call
+from zeroresize.integrations.module_state import in_mode
+from zeroresize.integrations.unit_proof import (
+    MixesUnitsError,
+    computes_with_none,
+    require_divisible,
+    require_unmixed_in_call,
+)
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OnChange, Segment
 from zeroresize.plan.ownership import units_by_block
@@ -30,6 +37,8 @@ logger = logging.getLogger(__name__)
 #: The dimension of attention probabilities [B, heads, T, T] that holds heads.
 _HEADS = 1
 _FLASH = ("flash_attention_2", "flash_attention_3")
+#: Modules that are given rotations as complex numbers.
+_ROTATED_BY_COMPLEX = ("Llama4TextAttention",)
 #: Forwards in place of a module's own that count heads as the module's own does. They need what is not known here.
 _READ_FORWARDS = "colossalai.shardformer.modeling."
 #: The forward of a style that calls the module's, and has its gradients summed over the ranks.
@@ -71,8 +80,8 @@ def _encoder_layer(module: Any) -> Segment | None:
 
 def _llama_attention(module: Any) -> Segment:
     groups, head_size = getattr(module, "num_key_value_groups", 1), module.head_dim
-    if isinstance(module.q_proj, BalancedLinear) and isinstance(module.k_proj, BalancedLinear):
-        groups, left = divmod(module.q_proj.whole_size, module.k_proj.whole_size)  # what the module says follows heads
+    if isinstance(module.o_proj, BalancedLinear) and isinstance(module.k_proj, BalancedLinear):
+        groups, left = divmod(module.o_proj.whole_size, module.k_proj.whole_size)  # what the module says follows heads
         if left:
             raise StaysEven("its queries' features are no multiple of its keys'")
 
@@ -190,15 +199,28 @@ def _require_unmixed(module: Any, segment: Segment) -> None:
     try:
         with _without_flash_attention(module):
             # A unit of each group, with rows of its own of k and v; whole groups; and these beside units so apart.
-            for of_each, are_apart in [(1, False), (size, False), (size, True)][: 1 if size == 1 else 3]:
+            trials = [(1, False), (size, False), (size, True)][: 1 if size == 1 else 3]
+            for (of_each, are_apart), training in itertools.product(trials, (True, False)):
                 rows = _rows_of(segment, of_each)
                 on_change = partial(_in_groups, segment.on_change, of_each, size)
                 call, num_rows = partial(_call, module), of_each * segment.unit_size
                 of_single = partial(_in_groups, segment.on_change, of_each, size, apart=True)
                 apart = (of_single, dict[Any, int].fromkeys(segment.shared, size)) if are_apart else None
-                require_unmixed_in_call(module, rows, row, num_rows, call, on_change, apart)
+                with in_mode(module, training):
+                    require_unmixed_in_call(module, rows, row, num_rows, call, on_change, apart)
     except Exception as error:  # whatever its functions make of the numbers
         raise StaysEven(f"{type(module).__name__}, computed with numbers: {type(error).__name__}: {error}") from error
+
+
+def _computes_with_none(module: Any, segment: Segment) -> bool:
+    """Whether the module computes where a rank has no units, in training and evaluation, as numbers prove."""
+    tell = partial(_in_groups, segment.on_change, 1, segment.group_size)
+    rows, call = _rows_of(segment, 1), partial(_call, module)
+    for training in (True, False):
+        with in_mode(module, training):
+            if not computes_with_none(module, rows, segment.row, segment.unit_size, call, tell):
+                return False
+    return True
 
 
 def _is_divisible(module: Any, segment: Segment) -> bool:
@@ -208,7 +230,9 @@ def _is_divisible(module: Any, segment: Segment) -> bool:
             raise MixesUnitsError("q, k and v are one layer, dropout is within, or its forward is not its class's")
         rows, on_change = _rows_of(segment, 1), partial(_in_groups, segment.on_change, 1, segment.group_size)
         call = partial(_call, module)
-        require_divisible(module, rows, segment.shared, segment.row, segment.unit_size, call, on_change)
+        for training in (True, False):
+            with in_mode(module, training):
+                require_divisible(module, rows, segment.shared, segment.row, segment.unit_size, call, on_change)
     except Exception as error:
         logger.debug("the heads of a %s are owned whole: %s", type(module).__name__, error)
         return False
@@ -263,6 +287,9 @@ def _call(module: Any, x: Tensor) -> None:
         angles = torch.linspace(-1.0, 1.0, x.shape[1] * module.head_dim, dtype=x.dtype, device=x.device)
         angles = angles.view(1, x.shape[1], module.head_dim)
         known["position_embeddings"] = angles.cos(), angles.sin()
+        if type(module).__name__ in _ROTATED_BY_COMPLEX:
+            known["position_embeddings"] = torch.polar(torch.ones_like(angles), angles)[..., ::2]
+        known["cache_position"] = torch.arange(x.shape[1], device=x.device)
     needed = [name for name, one in parameters.items() if one.default is one.empty and one.kind != one.VAR_KEYWORD]
     module(**{name: known.get(name) for name in (*needed, *(known.keys() & parameters.keys()))})
 
@@ -284,6 +311,8 @@ def _checked(adapter: Callable[[Any], Segment | None]) -> SegmentAdapter:
                 raise StaysEven(f"{type(part).__name__} {hooked}")
         if not any(map(_is_read, parts)):
             _require_unmixed(module, segment)
+            if segment.min_units == 0 and not _computes_with_none(module, segment):
+                return dataclasses.replace(segment, min_units=1)
         return segment
 
     def checked(module: Any) -> Segment | Sequence[Segment]:
@@ -313,14 +342,18 @@ def _checked(adapter: Callable[[Any], Segment | None]) -> SegmentAdapter:
 
 
 def _class_names(models: str, part: str) -> list[str]:
-    return [f"transformers.models.{name.lower()}.modeling_{name.lower()}.{name}{part}" for name in models.split()]
+    """Qualified names of classes of models, each ``folder/Name``, or ``Name`` alone where the folder is called so."""
+    pairs = [model.rpartition("/")[::2] for model in models.split()]
+    return [f"transformers.models.{f or name.lower()}.modeling_{f or name.lower()}.{name}{part}" for f, name in pairs]
 
 
 for _adapter, _classes in {
     _bert_attention: _class_names("ViT DeiT Bert Roberta", "Attention"),
     _encoder_layer: _class_names("ViT DeiT Bert Roberta", "Layer"),
-    _llama_attention: _class_names("Llama Mistral Qwen2 Gemma", "Attention"),
-    _attention_with_norms_of_heads: _class_names("Qwen3", "Attention"),
+    _llama_attention: _class_names(
+        "Llama Mistral Mixtral Qwen2 Gemma Gemma2 Granite SmolLM3 Glm4 llama4/Llama4Text", "Attention"
+    ),
+    _attention_with_norms_of_heads: _class_names("Qwen3 qwen3_moe/Qwen3Moe qwen3_next/Qwen3Next Gemma3", "Attention"),
     _gpt2_attention: _class_names("GPT2", "Attention"),
     _gpt2_mlp: _class_names("GPT2", "MLP"),
 }.items():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -77,9 +78,10 @@ class Stimulus:
         self.device = torch.device("cpu") if row.weight.is_meta else row.weight.device
         self.results: list[tuple[Tensor, Rows]] = []
         self.elsewhere: list[Tensor] = []
-        generator = torch.Generator().manual_seed(0)
-        self._drawn = {layer: self._draw(rows, generator) for layer, rows in columns.items()}
-        self._weights = self._draw(self._rows, generator)
+        *of_layers, weights = map(
+            self._of_units, (*columns.values(), self._rows), _drawn((*columns.values(), self._rows))
+        )
+        self._drawn, self._weights = dict(zip(columns, of_layers, strict=True)), weights
         self.division, self._shared = Division(((span,),) * len(units), _NUM_TOKENS, _NUM_TOKENS), shared
         tokens = torch.arange(_NUM_TOKENS, device=self.device).view(*_BATCH, 1)
         self._is_here = (tokens >= span[0]) & (tokens < span[1])
@@ -123,9 +125,16 @@ class Stimulus:
         for (output, rows), gradient in zip(self._outputs, gradients, strict=True):
             self.results.append((torch.zeros_like(output) if gradient is None else gradient, rows))
 
-    def _draw(self, rows: Rows, generator: torch.Generator) -> Tensor:
-        values = 2 * torch.randn(*_BATCH, NUM_UNITS * sum(rows), generator=generator, dtype=torch.float64)
+    def _of_units(self, rows: Rows, values: Tensor) -> Tensor:
         return values[..., _features_of(self.units, rows)].to(self.device)
+
+
+@lru_cache(maxsize=16)
+def _drawn(all_rows: tuple[Rows, ...]) -> tuple[Tensor, ...]:
+    """Random numbers for features of units with so many rows, the same in every call."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(*_BATCH, NUM_UNITS * sum(rows)) for rows in all_rows]
+    return tuple(2 * torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes)
 
 
 def require_unmixed(
@@ -177,6 +186,16 @@ def require_unmixed_in_call(
     require_unmixed(columns, row, num_rows, compute, times)
 
 
+def computes_with_none(
+    module: nn.Module, columns: Mapping[Any, Rows], row: Any, num_rows: int, call: Call, on_change: Tell | None
+) -> bool:
+    """Return whether ``call`` computes with no units at all, as on a rank that has given all of them away."""
+    stimulus = Stimulus(columns, row, num_rows, ())
+    with suppress(Exception):  # whatever its functions make of nothing
+        _call_with(stimulus, module, call, on_change)
+    return bool(stimulus.results)
+
+
 def require_divisible(
     module: nn.Module,
     columns: Mapping[Any, Rows],
@@ -216,7 +235,8 @@ def _call_with(stimulus: Stimulus, module: nn.Module, call: Call, tell: Tell | N
     is_compiled = any(map(is_compiled_module, module.modules()))
     eagerly = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
     kept = nothing_kept(module, but_for_attributes=True)
-    with own_hooks_off(module), kept, torch.no_grad(), eagerly, WatchedFunctions(_without_dropout):
+    gradients = torch.set_grad_enabled(module.training)
+    with own_hooks_off(module), kept, gradients, eagerly, WatchedFunctions(_without_dropout):
         if tell is not None:
             tell(list(range(len(stimulus.units))))
         for layer in stimulus.columns:
@@ -251,5 +271,5 @@ def _features_of(units: Sequence[int], rows: Rows) -> Tensor:
     of_parts = []
     for part, size in enumerate(rows):
         begin = NUM_UNITS * sum(rows[:part])
-        of_parts.append(begin + (torch.tensor(list(units))[:, None] * size + torch.arange(size)).flatten())
+        of_parts.append(begin + (torch.tensor(list(units)).long()[:, None] * size + torch.arange(size)).flatten())
     return torch.cat(of_parts)
