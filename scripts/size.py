@@ -25,12 +25,12 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 46_845,
-    "package files": 273,
-    "package code lines": 30_236,
-    "tests lines": 44_328,
+    "package lines": 47_313,
+    "package files": 274,
+    "package code lines": 30_569,
+    "tests lines": 45_032,
     "examples lines": 12_820,
-    "docs lines": 4_376,
+    "docs lines": 4_390,
     "tuning constants": 149,
 }
 

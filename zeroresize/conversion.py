@@ -15,7 +15,14 @@ from torch.distributed import DeviceMesh, ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, group_ranks, group_size, require_group, same_ranks
 from zeroresize.config.keys import checked_share_choice
-from zeroresize.integrations.hosts import GATHERED, HostAdapter, host_of, known_kinds, process_group_of
+from zeroresize.integrations.hosts import (
+    GATHERED,
+    VOCABULARY,
+    HostAdapter,
+    host_of,
+    known_kinds,
+    process_group_of,
+)
 from zeroresize.integrations.known_faults import warn_of_known_faults
 from zeroresize.integrations.named_segments import require_all_features, require_heads_on_ranks
 from zeroresize.layers.balanced_linear import BalancedLinear
@@ -201,7 +208,8 @@ def group_of(
 ) -> ProcessGroup:
     """Return ``process_group``, or the tensor-parallel group of the model's layers.
 
-    That is the group of the layers that are converted; where none is, of all parallel layers.
+    That is the group of the layers that are converted; where none is, of the parallel layers that can be, or of all
+    where none can.
 
     Args:
         module_filter_fn: as of :func:`convert`; layers that it refuses do not count.
@@ -216,11 +224,13 @@ def group_of(
     groups = {name: layer.process_group for name, layer in layers.items()}
     if not any(layer.is_searched for layer in layers.values()):  # convert() leaves layers of other groups on purpose
         is_only = not groups
+        left_alone: dict[str, ProcessGroup] = {}
         for name, module, host in _parallel_layers(model):
             if module_filter_fn is None or module_filter_fn(module, name):
                 group = process_group_of(host, module)
                 if is_only or group_size(group) > 1:
-                    groups[name] = group
+                    (left_alone if _why_unfit(name, module, host) else groups)[name] = group
+        groups = groups or left_alone
     if not groups:
         raise ValueError(_nothing_to_convert(model, _Choice()))
     first_name, first = next(iter(groups.items()))
@@ -259,7 +269,7 @@ def _convert_again(model: nn.Module, process_group: ProcessGroup, module_filter_
             name
             for name, module, host in _parallel_layers(model)
             if module_filter_fn(module, name)
-            and (name in layers or _why_left_alone(module, host, process_group) is None)
+            and (name in layers or _why_left_alone(name, module, host, process_group) is None)
         ]
         if others := sorted({*chosen} ^ {*layers}):
             raise ValueError(
@@ -319,11 +329,11 @@ def _swap_layers(model: nn.Module, process_group: ProcessGroup, module_filter_fn
         if module_filter_fn is not None and not module_filter_fn(module, name):
             choice.filtered.append(name)
             continue
-        reason = _why_left_alone(module, host, process_group)
+        reason = _why_left_alone(name, module, host, process_group)
         if reason is not None:
             choice.left_alone[name] = reason
             # A gathered classifier is usual; anything else a user would want to know.
-            level = logging.INFO if reason == GATHERED else logging.WARNING
+            level = logging.INFO if reason in (GATHERED, VOCABULARY) else logging.WARNING
             logger.log(level, "convert: layer %s is left alone: %s", name, reason)
             continue
         layer = host.swap_layer(module)
@@ -339,7 +349,7 @@ def _swap_layers(model: nn.Module, process_group: ProcessGroup, module_filter_fn
 def _require_no_other_group(model: nn.Module) -> None:
     for name, module, host in _parallel_layers(model):
         num_ranks = group_size(process_group_of(host, module))
-        if num_ranks > 1:
+        if num_ranks > 1 and _why_unfit(name, module, host) is None:
             raise ValueError(
                 f"convert: process_group has one rank, and layer {name} is split over {num_ranks}: pass the "
                 "tensor-parallel group"
@@ -354,17 +364,22 @@ def _parallel_layers(model: nn.Module) -> Iterator[tuple[str, Any, HostAdapter]]
             yield name, module, host
 
 
-def _why_left_alone(module: Any, host: HostAdapter, process_group: ProcessGroup) -> str | None:
-    reason = host.why_left_alone(module) or why_no_whole_weight(module)
-    if reason is not None:
+def _why_left_alone(name: str, module: Any, host: HostAdapter, process_group: ProcessGroup) -> str | None:
+    if (reason := _why_unfit(name, module, host)) is not None:
         return reason
-    if getattr(module, "gather_output", False):
-        return GATHERED
     if not same_ranks(process_group_of(host, module), process_group):
         return "it belongs to another process group"
     if module.weight.shape[1] < 2:
         return "it has fewer than two input features"
     return None
+
+
+def _why_unfit(name: str, module: Any, host: HostAdapter) -> str | None:
+    """Why a layer is left alone whatever its group; None if it is not."""
+    if name.rpartition(".")[2] in getattr(host, "vocabulary_heads", ()):
+        return VOCABULARY
+    gathered = GATHERED if getattr(module, "gather_output", False) else None
+    return host.why_left_alone(module) or why_no_whole_weight(module) or gathered
 
 
 def _nothing_to_convert(model: nn.Module, choice: _Choice) -> str:

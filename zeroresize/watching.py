@@ -34,8 +34,8 @@ def _heard(name: str, optimizer: Any) -> None:
         torch_optimizer(optimizer)
     except ValueError:
         raise ValueError(
-            f"{name}={type(optimizer).__name__} is no torch.optim.Optimizer and has none as its .optim, so its steps "
-            "cannot be heard: leave it out, and call step() of the watch after each"
+            f"{name}={type(optimizer).__name__} is no torch.optim.Optimizer and has none as its .optim or .optimizer, "
+            "so its steps cannot be heard: leave it out, and call step() of the watch after each"
         ) from None
 
 

@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.processes import caught_log_lines
 from helpers.virtual_training import Pair, Run
 
 import zeroresize as zr
@@ -74,3 +75,26 @@ def test_what_does_not_fit_together_is_refused(run_ranks):
                 zr.Balancer(model, stale, process_group=pair, config=config)
 
     run_ranks(build, 3)
+
+
+def test_nothing_measured_is_said_as_that_and_as_evaluation_where_it_is_that(run_ranks):
+    def train(rank, group):
+        lines = {}
+        for is_training in (True, False):
+            model = Pair(group).train(is_training)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            config = zr.BalanceConfig(mode="zero-pri", update_every=2)
+            balancer = zr.Balancer(model, optimizer, config, process_group=group)
+            for layer in (model.up, model.down):
+                layer.forward = lambda x, layer=layer: torch.nn.functional.linear(x, layer.weight)
+            with caught_log_lines() as lines[is_training]:
+                for _ in range(4):
+                    balancer.step()
+            balancer.close()
+        return lines
+
+    for lines in run_ranks(train, 2):
+        (measured,) = [line for line in lines[True] if "no converted layer" in line]
+        (evaluated,) = [line for line in lines[False] if "no converted layer" in line]
+        assert measured.startswith("nothing was measured in 2 steps") and "eval" not in measured
+        assert evaluated.endswith("layers in eval() compute in full and are not balanced")

@@ -47,6 +47,13 @@ def norm(*given):
     return given[-1]
 
 
+def buffering(gradient):
+    return gradient
+
+
+buffering.__module__ = "deepspeed.runtime.zero.stage_1_and_2"
+
+
 def other_class_forward(model):
     class Changed(Block):
         def forward(self, x):
@@ -68,6 +75,10 @@ CHANGES = {
     "on the activation": (lambda model: model[0].act.register_forward_hook(norm), "act has a forward hook"),
     "before": (lambda model: model[0].down.register_forward_pre_hook(norm), "0.down has a forward pre-hook"),
     "on a parameter": (lambda model: model[0].up.weight.register_hook(norm), "0.up has a weight with a hook.*norm"),
+    "a buffer's": (
+        lambda model: model[0].up.weight.register_hook(buffering),
+        "0.up has a weight whose gradients deepspeed.runtime.*buffering puts into a buffer, which would not follow$",
+    ),
     "on all modules": (
         lambda model: modules_of_torch.register_module_forward_hook(norm),
         "as all modules have, a forward hook",

@@ -12,8 +12,9 @@ from torch import nn
 
 import zeroresize as zr
 from zeroresize.conversion import balanced_layers
+from zeroresize.measure.column_statistics import PathLength
 from zeroresize.optim.freezing import ColumnFreezer
-from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer
+from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer, why_sharded
 from zeroresize.plan.layer import LayerPlan
 
 COLUMNS = 7
@@ -142,6 +143,72 @@ def test_what_is_stepped_is_found_inside_wrappers_as_master_copies_or_refused():
     assert list(stepped) == ["layer"] and stepped["layer"] is master
     with pytest.raises(ValueError, match=r"^up: the optimizer keeps it as \(6,\) instead of \(2, 3\), as ZeRO's"):
         stepped_tensors(WithMasters([(weight, torch.zeros(6))]), {"up": weight})
+
+
+def wrapper(name, **attributes):
+    """An optimizer's wrapper of that name, ``package.class``, with these attributes."""
+    package, _, kind = name.rpartition(".")
+    return type(kind, (), {"__module__": f"{package}.optimizer", "zero_grad": None, **attributes})()
+
+
+def test_wrappers_of_megatron_and_deepspeed_are_seen_through_and_several_optimizers_are_named():
+    working, whole = (nn.Parameter(torch.zeros(2, 3, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32))
+    of_packages = {
+        "megatron": ("float16_groups", "fp32_from_float16_groups"),
+        "deepspeed": ("fp16_groups", "fp32_groups"),
+    }
+    for package, names in of_packages.items():
+        master = torch.zeros(2, 3)
+        inner = torch.optim.SGD([master, whole], lr=0.1)
+        groups = {names[0]: [[working]], names[1]: [[master]]}
+        mixed = wrapper(f"{package}.Mixed", optimizer=inner, **groups)
+        for optimizer in (mixed, wrapper("megatron.ChainedOptimizer", chained_optimizers=[mixed])):
+            stepped = stepped_tensors(optimizer, {"half": working, "full": whole})
+            assert torch_optimizer(optimizer) is inner
+            assert stepped["half"] is master and stepped["full"] is whole
+        with pytest.raises(ValueError, match=f"Mixed has 1 parameters in {names[0]} and 0 master copies in {names[1]}"):
+            stepped_tensors(
+                wrapper(f"{package}.Mixed", optimizer=inner, **groups | {names[1]: [[]]}), {"half": working}
+            )
+    several = wrapper("megatron.ChainedOptimizer", chained_optimizers=[mixed, mixed])
+    for ask in (torch_optimizer, lambda optimizer: stepped_tensors(optimizer, {"half": working})):
+        with pytest.raises(ValueError, match="ChainedOptimizer holds 2 optimizers"):
+            ask(several)
+    assert why_sharded(several).startswith("ChainedOptimizer holds 2")
+    for name in ("DistributedOptimizer", "LayerWiseDistributedOptimizer"):
+        chained = wrapper(
+            "megatron.ChainedOptimizer", chained_optimizers=[wrapper(f"megatron.{name}", optimizer=inner)]
+        )
+        assert why_sharded(chained).startswith(f"the optimizer is a {name}, whose replicas keep different parts")
+    assert why_sharded(mixed) is None and why_sharded(None) is None
+    assert why_sharded(wrapper("elsewhere.DistributedOptimizer", optim=inner)) is None
+
+
+def test_an_optimizer_that_something_else_than_a_wrapper_has_is_not_taken():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+    of_deepspeed = type("WarmupLR", (), {"__module__": "deepspeed.runtime.lr_schedules", "optimizer": optimizer})()
+    for wrong in (torch.optim.lr_scheduler.StepLR(optimizer, 1), of_deepspeed, SimpleNamespace(optimizer=optimizer)):
+        with pytest.raises(ValueError, match=f"{type(wrong).__name__} is no torch.optim.Optimizer and has none"):
+            torch_optimizer(wrong)
+
+
+def test_freezing_and_ways_of_weights_refuse_optimizers_that_do_not_step_whole_weights(run_ranks):
+    def check(rank, group):
+        layers = {"up": zr.ColumnParallelLinear(COLUMNS, 4, process_group=group)}
+        flat = torch.optim.SGD([torch.zeros(4 * COLUMNS)], lr=0.1)
+        whole = torch.optim.SGD([layers["up"].weight], lr=0.1)
+        for purpose, build in (("pruned_update='freeze'", ColumnFreezer), ("priority='path_length'", PathLength)):
+            for optimizer, reason in (
+                (wrapper("deepspeed.FP16_Optimizer", optimizer=flat), "FP16_Optimizer steps neither the weight of up"),
+                (wrapper("deepspeed.DeepSpeedZeroOptimizer", optimizer=whole), "is a DeepSpeedZeroOptimizer, whose"),
+            ):
+                with pytest.raises(ValueError, match=f"^{purpose} needs an optimizer that steps whole.*{reason}"):
+                    build(layers, optimizer)
+            layers["up"].weight.requires_grad_(False)
+            build(layers, flat).close()  # nothing of it is stepped, rightly
+            layers["up"].weight.requires_grad_(True)
+
+    run_ranks(check, 1)
 
 
 def test_colossalais_masters_moments_and_working_weights_stay(run_ranks, colossalai_module):

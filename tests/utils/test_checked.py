@@ -215,7 +215,9 @@ WRONG = {
     | rows((3.5, NAN, "x", True), "last")
     | rows(COUNT, "num_workers ahead")
     | rows(POSITIVE, "timeout_s"),
-    "integrations.SwappedClasses": rows((3, "ab", {3: 4}), "classes") | rows(FUNCTION, "why_left_alone"),
+    "integrations.SwappedClasses": rows((3, "ab", {3: 4}), "classes")
+    | rows(FUNCTION, "why_left_alone process_group_of")
+    | rows((3, "ab", [3]), "vocabulary_heads"),
 }
 #: What the package makes and users only read.
 MADE_HERE = {

@@ -1,8 +1,8 @@
 """Each tensor of a model is divided in some way over the ranks of its tensor-parallel group.
 
-Known are converted layers, in a segment or evenly divided, other layers of the same kinds, and what Colossal-AI has
-divided, by the layouts that it keeps at its parameters. What is not known is an error: written as if every rank held
-the same, all parts but one would be lost.
+Known are converted layers, in a segment or evenly divided, other layers of the same kinds, and what Colossal-AI and
+Megatron-Core have divided, by what they note at their parameters. What is not known is an error: written as if every
+rank held the same, all parts but one would be lost.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def divisions_of(model: nn.Module) -> dict[int, TensorDivision]:
 
     All other parameters are the same on every rank.
     """
+    _require_no_namesakes(model)
     divisions: dict[int, TensorDivision] = {}
     unknown: dict[str, Tensor] = {}
     for name, module in model.named_modules():
@@ -48,6 +49,27 @@ def divisions_of(model: nn.Module) -> dict[int, TensorDivision]:
             f"{'' if len(unknown) == 1 else f'. The same holds for {len(unknown) - 1} others'}"
         )
     return divisions
+
+
+def _require_no_namesakes(model: nn.Module) -> None:
+    """Check that ranks do not call different tensors alike, as Megatron-Core does: a file would hold those of one."""
+    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    stages, experts = (
+        max((getattr(config, f"{kind}_model_parallel_size", None) or 1 for config in configs), default=1)
+        for kind in ("pipeline", "expert")
+    )
+    of_experts = [name for name, each in model.named_parameters() if getattr(each, "allreduce", True) is False]
+    if stages > 1:
+        alike = f"each of the {stages} stages of Megatron-Core's pipeline calls its layers layers.0 and so on"
+    elif experts > 1 and of_experts:
+        alike = f"{of_experts[0]} is of Megatron-Core's experts, which {experts} ranks divide and call alike"
+    else:
+        return
+    raise ValueError(
+        f"sharded_state_dict: {alike}, so that a file would hold one rank's alone. Allowed are "
+        "pipeline_model_parallel_size=1 and expert_model_parallel_size=1; save others by Megatron-Core's own "
+        "sharded_state_dict, with units at home"
+    )
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -73,6 +95,11 @@ def _of_module(module: nn.Module) -> tuple[dict[int, TensorDivision], dict[str, 
         divisions = {id(tensors[name]): _of_marked(tensors[name], module) for name in marked}
         known = {key: one for key, one in divisions.items() if isinstance(one, TensorDivision)}
         return known, {name: tensors[name] for name in marked if divisions[id(tensors[name])] is None}
+    marked = [name for name, one in tensors.items() if getattr(one, "tensor_model_parallel", False)]
+    if marked:  # by Megatron-Core, as it marks all that it divides
+        held = {name: _of_megatron(tensors[name], module) for name in marked}
+        of_group = {id(tensors[name]): division for name, division in held.items() if division is not None}
+        return of_group, {name: tensors[name] for name, division in held.items() if division is None}
     group = vars(module).get("process_group")
     if isinstance(group, ProcessGroup) and group_size(group) > 1 and not isinstance(module, nn.SyncBatchNorm):
         return {}, tensors
@@ -103,7 +130,8 @@ def _of_balanced(layer: Any, tensors: dict[str, Tensor]) -> tuple[dict[int, Tens
                 f"on this rank, where its host made one of {tuple(layer.home_shape)}, and it is not known what it "
                 "owns: is it a copy of a layer that was divided unevenly?"
             )
-        parts = layer.parts or (layer.whole_size,)
+        num_parts = getattr(layer.weight, "partition_stride", 1)  # as Megatron-Core marks it
+        parts = layer.parts or (layer.whole_size // num_parts,) * num_parts
         divisions = {}
         if "weight" in tensors:
             divisions[id(tensors["weight"])] = _by_home(
@@ -141,6 +169,16 @@ def _by_home(
     units = np.arange(begin, begin + home[rank])
     pieces = unit_pieces(units, num_units, [size // num_units for size in parts], each=bool(begins))
     return TensorDivision(dim, sum(parts), lambda: pieces)
+
+
+def _of_megatron(tensor: Any, module: Any) -> TensorDivision | None:
+    """How Megatron-Core has divided a tensor; None where its module tells no group."""
+    group: ProcessGroup | None = getattr(module, "tp_group", None)
+    if group is None:
+        return None
+    dim, num_parts, ranks = tensor.partition_dim, tensor.partition_stride, group_size(group)
+    size = tensor.shape[dim] * ranks // num_parts
+    return _evenly(dim, (size,) * num_parts, ranks, group_rank(group))
 
 
 def _of_marked(tensor: Any, module: Any) -> TensorDivision | bool | None:

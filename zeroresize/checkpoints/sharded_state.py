@@ -114,7 +114,8 @@ def _state_of_module(model: nn.Module, optimizer: Any) -> dict[str, Any]:
 
     tensors: dict[str, Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
+        has_own = type(module).get_extra_state is not nn.Module.get_extra_state
+        if has_own and module.get_extra_state() is not None:
             raise ValueError(
                 f"sharded_state_dict: module {prefix} ({type(module).__name__}) has extra state, which cannot be saved "
                 "with what is divided: save with `with balancer.at_home(): ...` instead"

@@ -39,6 +39,8 @@ _REDUCING = (
     *("zeroresize.", "torch.nn.parallel.", "torch.distributed.fsdp.", "torch.distributed._"),
     *("colossalai.", "transformers.distributed."),
 )
+#: Their hooks on parameters fill buffers that hold the gradients of many parameters, in a layout of their own.
+_BUFFERING = ("megatron.core.distributed.", "deepspeed.")
 
 
 def why_changed(module: nn.Module) -> str | None:
@@ -56,6 +58,8 @@ def why_hooked(module: nn.Module) -> str | None:
     for name, parameter in parameters_of(module).items():
         for kind, effect in _OF_PARAMETERS.items():
             for hook in _foreign(hooks_of_parameter(parameter, kind), _REDUCING):
+                if _name_of(hook).startswith(_BUFFERING):
+                    return f"has a {name} whose gradients {_name_of(hook)} puts into a buffer, which would not follow"
                 return (
                     f"has a {name} with {effect}: {_name_of(hook)} (if it treats every element by itself, tell by "
                     "zeroresize.integrations.register_elementwise)"

@@ -7,8 +7,10 @@ their parameters, names and hooks.
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 from torch import nn
@@ -17,12 +19,16 @@ from torch.distributed import ProcessGroup
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.utils.checked import checked
 
-#: Why a layer is left alone that gathers its output: no fault, since nothing of it could be balanced.
-GATHERED = "gather_output=True"
+logger = logging.getLogger(__name__)
+
+#: Why a layer is left alone that gathers its output, or makes logits: no fault, since nothing of it could be balanced.
+GATHERED, VOCABULARY = "gather_output=True", "it is a vocabulary head"
 
 
 class HostAdapter(Protocol):
     """Tells ``zeroresize.convert`` what it must know of a library's parallel linear layers.
+
+    It may have a method ``process_group_of`` and an attribute ``vocabulary_heads``, too: see :class:`SwappedClasses`.
 
     Attributes:
         kinds: which layers it can balance, as error messages name them.
@@ -43,7 +49,7 @@ class HostAdapter(Protocol):
 
 def process_group_of(host: HostAdapter, module: Any) -> ProcessGroup:
     """Return the tensor-parallel group of a layer that ``host`` knows: its ``process_group``, unless the adapter says
-    another way by a method ``process_group_of``, for layers that know no group.
+    another way by a method ``process_group_of``.
     """
     ask = None if isinstance(module, BalancedLinear) else getattr(host, "process_group_of", None)
     group: ProcessGroup = module.process_group if ask is None else ask(module)
@@ -58,10 +64,19 @@ class SwappedClasses:
         classes: for every class of the host, a subclass of it and of ``BalancedLinear`` whose forward calls
             ``column_products`` or ``row_products``.
         why_left_alone: the reason why a layer of one of these classes must stay as it is, None if it can be balanced.
+        process_group_of: the tensor-parallel group of such a layer, where that is not its attribute ``process_group``:
+            ``lambda layer: layer.tp_group``. A layer that is swapped has it as ``process_group`` from then on.
+        vocabulary_heads: what layers that make logits are called in their modules, such as ``["output_layer"]``: they
+            stay as they are.
     """
 
     def __init__(
-        self, classes: Mapping[type, type], why_left_alone: Callable[[Any], str | None] = lambda module: None
+        self,
+        classes: Mapping[type, type],
+        why_left_alone: Callable[[Any], str | None] = lambda module: None,
+        *,
+        process_group_of: Callable[[Any], ProcessGroup] | None = None,
+        vocabulary_heads: Sequence[str] = (),
     ) -> None:
         for host_class, balanced_class in classes.items():
             if not issubclass(balanced_class, BalancedLinear) or not issubclass(balanced_class, host_class):
@@ -74,6 +89,7 @@ class SwappedClasses:
                     "calls column_products or row_products"
                 )
         self._classes, self._why_left_alone = dict(classes), why_left_alone
+        self.process_group_of, self.vocabulary_heads = process_group_of, tuple(vocabulary_heads)
 
     @property
     def kinds(self) -> str:
@@ -91,6 +107,8 @@ class SwappedClasses:
 
     def swap_layer(self, module: Any) -> Any:
         if type(module) in self._classes:
+            if self.process_group_of is not None:
+                module.process_group = self.process_group_of(module)
             module.__class__ = self._classes[type(module)]
             module.prepare_balancing()
         return module
@@ -121,23 +139,36 @@ class _OnceImported:
         self._library, self._adapter_module, self.kinds = library, adapter_module, kinds
 
     def is_parallel_linear(self, module: nn.Module) -> bool:
-        if self._library not in sys.modules:
-            return False
-        return bool(importlib.import_module(self._adapter_module).is_parallel_linear(module))
+        adapter = self._adapter if self._library in sys.modules else None
+        return adapter is not None and bool(adapter.is_parallel_linear(module))
+
+    @cached_property
+    def _adapter(self) -> Any:
+        """The adapter; None where its library is not as it must be, which a log line says once."""
+        try:
+            return importlib.import_module(self._adapter_module)
+        except (ImportError, AttributeError) as error:
+            logger.warning("%s are left alone, as their adapter cannot be imported: %s", self.kinds, error)
+            return None
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(importlib.import_module(self._adapter_module), name)
+        return getattr(self._adapter, name)
 
 
 #: The first that knows a layer is asked about it.
 _hosts: list[Any] = [
+    _OwnLayers(),
     _OnceImported(  # importing it takes ten seconds
         "colossalai",
         "zeroresize.integrations.colossalai",
         "Colossal-AI's Linear1D_Col / Linear1D_Row and its fused layers (convert after booster.boost or "
         "ShardFormer.optimize)",
     ),
-    _OwnLayers(),
+    _OnceImported(
+        "megatron.core.tensor_parallel.layers",
+        "zeroresize.integrations.megatron",
+        "Megatron-Core's ColumnParallelLinear / RowParallelLinear",
+    ),
     _OnceImported(
         "torch.distributed.tensor",
         "zeroresize.integrations.dtensor",

@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import group_rank, group_size
+from zeroresize.comm.collectives import (
+    gather_from_sequence_region,
+    group_rank,
+    group_size,
+    scatter_to_sequence_region,
+)
 from zeroresize.kernels.probe import Probes
 from zeroresize.layers.compiled_products import CompiledForwards, compiled_column_products, compiled_row_products
 from zeroresize.layers.divided_heads import whole_heads, with_divided_heads
@@ -297,12 +302,19 @@ class BalancedLinear:
         """K, the columns a plan chooses from."""
         return self.local_weight.shape[1]
 
-    def column_products(self, x: Tensor, bias: Tensor | None, *, sums: bool = True) -> Tensor:
+    def column_products(
+        self, x: Tensor, bias: Tensor | None, *, sums: bool = True, sequence_dim: int | None = None
+    ) -> Tensor:
         """Compute y [..., N] of the whole x [..., K]; in backward dx is summed over the group.
 
         Args:
             sums: False where the caller sums this rank's part of dx; not while columns are lent.
+            sequence_dim: where ranks divide a sequence (sequence parallelism), the dimension of x along which each has
+                an equal slice: x is gathered, and the sum of dx scattered, also while columns are lent.
         """
+        if sequence_dim is not None:
+            sums = self.is_lent_from  # lent products arrive within our sum
+            x = gather_from_sequence_region(x, self.process_group, sequence_dim, sums=not sums)
         if torch.compiler.is_compiling():
             y = self._products_in_graph(compiled_column_products, x, bias, sums)
         else:
@@ -313,13 +325,23 @@ class BalancedLinear:
         is_eager = self._shared_in_force is not None and not torch.compiler.is_compiling()
         return with_divided_heads(y, self.shared_rows, x) if is_eager else y
 
-    def row_products(self, x: Tensor, bias: Tensor | None = None, *, sums: bool = True) -> Tensor:
+    def row_products(
+        self, x: Tensor, bias: Tensor | None = None, *, sums: bool = True, sequence_dim: int | None = None
+    ) -> Tensor:
         """Compute the sum over the group of y [..., N] of each rank's slice x [..., K].
 
         Args:
             bias: [N], is added to the sum, in equal parts by the ranks; None for nothing.
             sums: False where the caller sums this rank's part of y; not while columns are lent.
+            sequence_dim: where ranks divide a sequence, the dimension along which each gets an equal slice of the sum.
+
+        Raises:
+            ValueError: if the ranks do not divide the sequence.
         """
+        if sequence_dim is not None:
+            sums = self.is_lent_from
+            y = self.row_products(x, bias, sums=sums)
+            return scatter_to_sequence_region(y, self.process_group, sequence_dim, sums=not sums)
         if torch.compiler.is_compiling():
             return self._products_in_graph(compiled_row_products, x, bias, sums)
         return self._products_now(row_parallel_products, x, bias, sums)

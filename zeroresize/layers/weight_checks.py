@@ -28,6 +28,8 @@ def why_no_whole_weight(layer: Any) -> str | None:
             "its weight is no parameter: something makes it anew in every forward, as parametrizations, weight_norm "
             "and pruning do, or holds it elsewhere, as FullyShardedDataParallel does"
         )
+    if hasattr(weight, "ds_id"):
+        return "DeepSpeed's ZeRO-3 shards its weight, of which a rank holds nothing between forwards: use a lower stage"
     if is_flat_parameter(weight) and weight.dim() != 2:
         return "FullyShardedDataParallel flattens and shards its weight"
     return None

@@ -19,7 +19,7 @@ from torch import Tensor
 from zeroresize.config import BalanceConfig
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.local_parts import local_of
-from zeroresize.optim.optimizers import SteppedTensors, hook_steps
+from zeroresize.optim.optimizers import SteppedTensors, hook_steps, require_stepped
 from zeroresize.utils.torch_private import version_of
 
 #: Activations are sampled in one of so many steps, beginning with the first: a sample costs some per cent of a step.
@@ -201,7 +201,9 @@ class PathLength(ColumnStatistic):
     """
 
     def __init__(self, layers: Layers, optimizer: Any) -> None:
-        self._stepped = SteppedTensors(optimizer, {name: layer.weight for name, layer in layers.items()})
+        weights = {name: layer.weight for name, layer in layers.items()}
+        require_stepped(optimizer, weights, "priority='path_length'")
+        self._stepped = SteppedTensors(optimizer, weights)
         super().__init__(layers)
         self._unhook = hook_steps(optimizer, self._before_step, self._after_step)
 

@@ -211,8 +211,13 @@ class RankMonitor:
         steps, self.state.interval = self.state.interval, []
         if steps and not self._has_seen_training and not self._has_warned:
             self._has_warned = True
+            is_training = any(layer.training for layer in self._layers.values())
             logger.warning(
-                "no converted layer was in training in %d steps: layers in eval() compute in full and are not balanced",
+                "nothing was measured in %d steps, as no converted layer has computed its products, though they are in "
+                "training: something calls another forward than theirs, or none"
+                if is_training
+                else "no converted layer was in training in %d steps: layers in eval() compute in full and are not "
+                "balanced",
                 len(steps),
             )
         self._has_seen_training = False

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.local_parts import local_of
-from zeroresize.optim.optimizers import SteppedTensors, hook_steps, states_like, torch_optimizer
+from zeroresize.optim.optimizers import SteppedTensors, hook_steps, require_stepped, states_like, torch_optimizer
 
 
 class ColumnFreezer:
@@ -33,7 +33,9 @@ class ColumnFreezer:
         _require_own_weights(layers)
         self._layers = layers
         self._optimizer = torch_optimizer(optimizer)
-        self._stepped = SteppedTensors(optimizer, {name: layer.weight for name, layer in layers.items()})
+        weights = {name: layer.weight for name, layer in layers.items()}
+        require_stepped(optimizer, weights, "pruned_update='freeze'")
+        self._stepped = SteppedTensors(optimizer, weights)
         self._set_aside: list[tuple[Tensor, Tensor, Tensor]] = []
         self._without_state: list[tuple[Tensor, Tensor]] = []
         self._unhook = hook_steps(optimizer, self._before_step, self._after_step)

@@ -23,7 +23,7 @@ _TORCHS = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "R
 #: Adam's and SGD's kernels, which need not be compiled for a trial then.
 _COLOSSALAIS = ("cpu_adam.CPUAdam", "fused_adam.FusedAdam", "fused_sgd.FusedSGD", "hybrid_adam.HybridAdam")
 #: Packages whose wrappers of optimizers scale and clip, and have the optimizer in this attribute.
-_WRAPPERS = {"colossalai": "optim", "accelerate": "optimizer"}
+_WRAPPERS = {"colossalai": "optim", "accelerate": "optimizer", "megatron": "optimizer", "deepspeed": "optimizer"}
 #: Where other wrappers have it.
 _WITHIN = ("optim", "optimizer")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -12,17 +13,79 @@ from torch import Tensor
 from zeroresize.utils.torch_private import is_initialized
 from zeroresize.utils.torch_state import remove_all
 
+#: Wrappers' lists of groups of working parameters, and of their master copies: Megatron-Core's and DeepSpeed's.
+_GROUPS = (("float16_groups", "fp32_from_float16_groups"), ("fp16_groups", "fp32_groups"))
+#: Packages whose wrappers of optimizers have it as their ``optimizer``, by which others may mean anything.
+_WRAPPING = {"megatron", "deepspeed", "accelerate"}
+#: Optimizers of which each data-parallel rank keeps and steps another part, by their packages.
+_SHARDED = {
+    *(("torch", "ZeroRedundancyOptimizer"), ("deepspeed", "BF16_Optimizer"), ("deepspeed", "DeepSpeedZeroOptimizer")),
+    *(("deepspeed", "DeepSpeedZeroOptimizer_Stage3"), ("megatron", "DistributedOptimizer")),
+    ("megatron", "LayerWiseDistributedOptimizer"),
+}
+
 
 def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return ``optimizer`` itself, or the one inside Colossal-AI's or Accelerate's wrappers."""
-    inner = optimizer
-    while not isinstance(inner, torch.optim.Optimizer) or _only_wraps(inner):
-        inner = getattr(inner, "optimizer" if isinstance(inner, torch.optim.Optimizer) else "optim", None)
-        if inner is None:
-            raise ValueError(
-                f"{type(optimizer).__name__} is no torch.optim.Optimizer and has none as its .optim: moving units, "
-                "sharded_state_dict, pruned_update='freeze' and priority='path_length' need one"
-            )
+    """Return ``optimizer`` itself, or the one inside a host's wrappers: Colossal-AI's, Accelerate's, Megatron-Core's,
+    DeepSpeed's.
+    """
+    *_, inner = _with_inner(optimizer)
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise ValueError(
+            f"{type(optimizer).__name__} is no torch.optim.Optimizer and has none as its .optim or .optimizer: moving "
+            "units, sharded_state_dict, pruned_update='freeze' and priority='path_length' need one"
+        )
+    return inner
+
+
+def why_sharded(optimizer: Any) -> str | None:
+    """Tell what an optimizer is that is several, or of which replicas keep different parts; None if it is neither."""
+    try:
+        kinds = [kind for each in _with_inner(optimizer) for kind in _kinds(each)]
+    except ValueError as several:
+        return str(several)
+    name = next((name for root, name in kinds if (root, name) in _SHARDED), None)
+    return None if name is None else f"the optimizer is a {name}, whose replicas keep different parts of its state"
+
+
+def require_stepped(optimizer: Any, weights: Mapping[str, Tensor], purpose: str) -> None:
+    """Check that an optimizer steps layers' weights, whole ones on every rank, which ``purpose`` needs."""
+    reason = why_sharded(optimizer)
+    learning = [name for name, weight in weights.items() if weight.requires_grad]
+    if reason is None and learning and not stepped_tensors(optimizer, weights):
+        reason = f"{type(optimizer).__name__} steps neither the weight of {learning[0]}, nor a copy, nor any layer's"
+    if reason is not None:
+        raise ValueError(f"{purpose} needs an optimizer that steps whole weights of the layers on every rank: {reason}")
+
+
+def _kinds(wrapper: Any) -> list[tuple[str, str]]:
+    """The package and the name of its class and of those that this is made of."""
+    return [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(wrapper).__mro__]
+
+
+def _held_by(wrapper: Any) -> Any:
+    """What a wrapper of an optimizer holds; None if nothing is known of it."""
+    if isinstance(wrapper, torch.optim.Optimizer):
+        return getattr(wrapper, "optimizer", None)
+    if not any(root in _WRAPPING for root, _ in _kinds(wrapper)) or not hasattr(wrapper, "zero_grad"):  # a scheduler
+        return getattr(wrapper, "optim", None)
+    chained = getattr(wrapper, "chained_optimizers", None)
+    if chained is not None and len(chained) != 1:
+        kinds = ", ".join(type(each).__name__ for each in chained)
+        raise ValueError(
+            f"{type(wrapper).__name__} holds {len(chained)} optimizers ({kinds}), and is taken with one only: units "
+            "move where one optimizer steps all of their layers"
+        )
+    return getattr(wrapper, "optimizer", None) if chained is None else chained[0]
+
+
+def _with_inner(optimizer: Any) -> list[Any]:
+    """``optimizer``, what it wraps, and so on to the one that steps."""
+    inner = [optimizer]
+    while not isinstance(inner[-1], torch.optim.Optimizer) or _only_wraps(inner[-1]):
+        if (held := _held_by(inner[-1])) is None:
+            break
+        inner.append(held)
     return inner
 
 
@@ -154,6 +217,18 @@ def _ids_of_stepped(optimizer: torch.optim.Optimizer) -> set[int]:
 
 
 def _masters(optimizer: Any) -> Mapping[int, Tensor]:
-    """Master copies by the ``id`` of the working parameter, as Colossal-AI's wrappers tell; empty for others."""
-    get_map = getattr(optimizer, "get_working_to_master_map", None)
-    return (get_map() if callable(get_map) else None) or {}
+    """Master copies by the ``id`` of the working parameter, as hosts' wrappers tell; empty for others."""
+    masters: dict[int, Tensor] = {}
+    for each in _with_inner(optimizer):
+        get_map = getattr(each, "get_working_to_master_map", None)
+        masters |= (get_map() if callable(get_map) else None) or {}
+        for names in _GROUPS:
+            if all(hasattr(each, name) for name in names):
+                working, copies = (list(itertools.chain(*getattr(each, name))) for name in names)
+                if len(copies) != len(working):
+                    raise ValueError(
+                        f"{type(each).__name__} has {len(working)} parameters in {names[0]} and {len(copies)} master "
+                        f"copies in {names[1]}: wanted is a copy of each"
+                    )
+                masters |= dict(zip(map(id, working), copies, strict=True))
+    return masters

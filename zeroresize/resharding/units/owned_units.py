@@ -21,7 +21,7 @@ from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.segments import owned_segments, segment_works
 from zeroresize.layers.weight_checks import is_sharded_in
 from zeroresize.optim.independence import steps_by_place, why_not_elementwise
-from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer, why_others_step
+from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer, why_others_step, why_sharded
 from zeroresize.optim.shared_gradients import tell_host_of
 from zeroresize.plan.ownership import CopyCosts, SegmentWork, checked_shares, owned_shares, unit_counts
 from zeroresize.policy.moves.move_cost import most_bytes
@@ -336,8 +336,8 @@ class OwnedUnits:
             return f"{sharded} is a DTensor, of which this rank holds a shard only, as with fully_shard"
         if replicas.why_unknown is not None:
             return replicas.why_unknown
-        if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(self._optimizer).__mro__):
-            return "the optimizer is a ZeroRedundancyOptimizer, whose replicas keep different parts of its state"
+        if (sharded_state := why_sharded(self._optimizer)) is not None:
+            return sharded_state
         fixed = (why_of_fixed_size(name, parameter) for name, parameter in self._parameters.items())
         reasons = (self.why_not_divisible, self.why_not_stepped, *fixed)
         if (reason := next(filter(None, reasons), None)) is not None or replicas.group is None:

@@ -1,0 +1,208 @@
+"""Megatron-Core 0.19: its parallel linear layers, balanced in place, and what its attention and MLPs are divided by.
+
+``HybridModel`` and ``GPTModel`` are made of the same local layers. A unit of the fused q, k and v is a group: the heads
+that share keys and values, with these, as Megatron-Core lays them out. Layers of TransformerEngine, of experts, of
+other versions, and those that add dw to gradients themselves stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron import core as megatron_core
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.mlp import MLP
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from zeroresize.comm.collectives import group_size
+from zeroresize.integrations.changed_modules import why_changed
+from zeroresize.integrations.hosts import SwappedClasses
+from zeroresize.integrations.known_modules import StaysEven, register_segments
+from zeroresize.integrations.unit_proof import require_unmixed_in_call
+from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.segment import Segment
+
+_TRANSFORMER_ENGINE = "megatron.core.extensions.transformer_engine"
+
+
+class _BalancedLayer(BalancedLinear):
+    """Holds what the balanced layers of Megatron-Core have in common."""
+
+    bias: Any
+    skip_bias_add: bool
+    sequence_parallel: bool
+
+    @property
+    def _sequence_dim(self) -> int | None:
+        return 0 if self.sequence_parallel else None
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As the layer's own of Megatron-Core, which tells how a layer is divided at home."""
+        self._require_home("sharded_state_dict", ", or save zeroresize.sharded_state_dict(model, optimizer)")
+        return super().sharded_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def _require_home(self, call: str, otherwise: str = "") -> None:
+        if self.segment is not None and not self.segment.owned.is_home:
+            raise RuntimeError(
+                f"{call} of {self.name_in_model}, whose units are away: have them at home, `with balancer.at_home(): "
+                f"...` on every rank{otherwise}"
+            )
+
+
+class BalancedColumnParallelLinear(_BalancedLayer, ColumnParallelLinear):
+    """``ColumnParallelLinear`` (fused q, k and v; FC1) by ``self.plan``: x [S, B, K] → (y [S, B, N], bias or None)."""
+
+    is_column_parallel = True
+
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        if weight is not None or runtime_gather_output:
+            self._require_home("a forward with weight= or runtime_gather_output=True")
+            of_host: Any = ColumnParallelLinear.forward(self, input_, weight, runtime_gather_output)
+            return of_host
+        bias = None if self.skip_bias_add else self.bias
+        y = self.column_products(input_, bias, sequence_dim=self._sequence_dim)
+        return y, self.bias if self.skip_bias_add else None
+
+
+class BalancedRowParallelLinear(_BalancedLayer, RowParallelLinear):
+    """``RowParallelLinear`` (attention output; FC2) by ``self.plan``: x [S, B, K] → (y [S, B, N], bias or None)."""
+
+    is_column_parallel = False
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        y = self.row_products(input_, sequence_dim=self._sequence_dim)
+        if self.skip_bias_add:
+            return y, self.bias
+        return y if self.bias is None else y + self.bias, None
+
+
+def _why_left_alone(layer: Any) -> str | None:
+    if layer.is_expert:
+        return "it is an expert's"
+    if layer.explicit_expert_comm:
+        return "explicit_expert_comm=True leaves communication to its module, as moe_shared_expert_overlap does"
+    if layer.gradient_accumulation_fusion:
+        return "gradient_accumulation_fusion=True adds dw to main_grad inside the layer: set it to False"
+    if getattr(layer, "gtp_remat_size", 1) > 1:
+        return f"gtp_remat_size={layer.gtp_remat_size} shards its weight further (generalized tensor parallelism)"
+    if getattr(layer, "disable_grad_reduce", False):
+        return "disable_grad_reduce=True leaves the sum of dx to somebody else"
+    if isinstance(layer, RowParallelLinear) and not layer.input_is_parallel:
+        return "input_is_parallel=False"
+    return None
+
+
+def process_group_of(module: Any) -> ProcessGroup:
+    """Return the tensor-parallel group of a layer."""
+    group: ProcessGroup = getattr(module, "tp_group", None) or parallel_state.get_tensor_model_parallel_group()
+    return group
+
+
+_adapter = SwappedClasses(
+    {ColumnParallelLinear: BalancedColumnParallelLinear, RowParallelLinear: BalancedRowParallelLinear},
+    _why_left_alone,
+    process_group_of=process_group_of,
+    vocabulary_heads=["output_layer"],
+)
+vocabulary_heads, swap_layer = _adapter.vocabulary_heads, _adapter.swap_layer
+
+
+def is_parallel_linear(module: nn.Module) -> bool:
+    """Tell whether ``module`` is a parallel linear layer of Megatron-Core, or one of TransformerEngine in its place."""
+    return _adapter.is_parallel_linear(module) or _is_of_transformer_engine(module)
+
+
+def why_left_alone(module: Any) -> str | None:
+    """Tell why a layer stays as it is, for a log line; None if it can be balanced."""
+    if not (version := getattr(megatron_core, "__version__", "of no version")).startswith("0.19."):
+        return f"it is of Megatron-Core {version}; 0.19 is known"
+    if _is_of_transformer_engine(module):
+        return f"TransformerEngine computes a {type(module).__name__}: build the model of local layers"
+    return _adapter.why_left_alone(module)
+
+
+def _is_of_transformer_engine(module: nn.Module) -> bool:
+    kind = type(module)
+    return kind.__module__ == _TRANSFORMER_ENGINE and kind.__name__.endswith(("ParallelLinear", "TELinear"))
+
+
+def _attention(module: Any) -> Segment:
+    """Its groups: of each the queries' heads, a head of keys and one of values, one after the other."""
+    config, core, size = module.config, module.core_attention, module.hidden_size_per_attention_head
+    norms = [norm for norm in (module.q_layernorm, module.k_layernorm) if norm is not None]
+    num_groups, num_heads = config.num_query_groups, config.num_attention_heads // config.num_query_groups
+    if type(core) is not DotProductAttention:
+        raise StaysEven(f"its core attention is a {type(core).__name__}, and DotProductAttention alone is known")
+    if config.softmax_type != "vanilla":
+        raise StaysEven(f"softmax_type={config.softmax_type!r} has an offset for each head, which would not follow")
+    if num_groups < group_size(process_group_of(module.linear_qkv)):
+        raise StaysEven(
+            f"its {num_groups} groups of keys and values are fewer than the ranks, which gather all of them"
+        )
+    if any([*norm.parameters()] for norm in norms):
+        raise StaysEven(
+            "norms of q and k are of all heads, and what sums their gradients over the ranks, finalize_model_grads, "
+            "needs Megatron-Core's DistributedDataParallel, where units stay"
+        )
+
+    def set_groups(groups: list[int]) -> None:
+        for counting in (module, core):
+            counting.num_query_groups_per_partition = len(groups)
+            counting.num_attention_heads_per_partition = len(groups) * num_heads
+        core.hidden_size_per_partition = len(groups) * num_heads * size
+
+    return Segment(
+        [module.linear_qkv],
+        module.linear_proj,
+        unit_size=num_heads * size,
+        parts=1,
+        on_change=set_groups,
+        min_units=1,
+        head_size=size,
+        kind="heads" if num_heads == 1 else "KV groups",
+        dropouts=[(core.attention_dropout, 1)],
+        why_even=lambda: next(filter(None, map(why_changed, (module, core, *norms))), None),
+    )
+
+
+def _mlp(module: Any) -> Segment:
+    """Its neurons, where the gate and up layers of gated ones are parts of FC1."""
+    parts = 2 if module.config.gated_linear_unit else 1
+    segment = Segment(
+        [module.linear_fc1], module.linear_fc2, parts=parts, on_change=_nothing, min_units=0, kind="neurons"
+    )
+    layers: Sequence[Any] = segment.layers
+    if all(isinstance(layer, BalancedLinear) for layer in layers):
+        try:
+            _require_unmixed(module, segment)
+        except Exception as error:  # whatever an activation makes of the numbers
+            raise StaysEven(f"its activation, computed with numbers: {type(error).__name__}: {error}") from error
+    return segment
+
+
+def _nothing(units: list[int]) -> None:
+    """No module counts neurons."""
+
+
+def _require_unmixed(module: Any, segment: Segment) -> None:
+    """Check by numbers that the activation treats neurons alike, whatever the configuration has given."""
+    (column,), parts = segment.column, segment.parts
+
+    def call(x: Tensor) -> None:
+        compute = vars(column)["forward"]
+        vars(column)["forward"] = lambda *_: (compute(), None)
+        module(x)
+
+    assert isinstance(parts, int)
+    require_unmixed_in_call(module, {column: (1,) * parts}, segment.row, 1, call, segment.on_change)
+
+
+register_segments(SelfAttention, _attention)
+register_segments(MLP, _mlp)
