@@ -76,7 +76,7 @@ class KindOfMove:
 class Units(KindOfMove):
     part = UnitMove
     differs_in = "the segments, their owners or the targets"
-    meet = None
+    meet, stepped = None, "1.up"
 
     def start(self):
         self.model = parallel_layers.block(self.group)
@@ -118,9 +118,9 @@ class Units(KindOfMove):
 
     @contextmanager
     def other_optimizer_state(self):
-        step = self.optimizer.state[self.model[1].up.weight]["step"]
+        step = self.optimizer.state[self.model.get_submodule(self.stepped).weight]["step"]
         step += 1
-        yield "the ranks of the group hold different optimizer state of 1.up"
+        yield f"the ranks of the group hold different optimizer state of {self.stepped}"
         step -= 1
 
 
@@ -135,6 +135,8 @@ class UnitsOfABalancer(Units):
 
 class PartsOfHeads(Units):
     """Ranks hold the same heads, and copies of keys' heads, before and after."""
+
+    stepped = "1.q"
 
     def start(self):
         self.model = query_heads.divided(self.group, divisible=True)
@@ -159,13 +161,6 @@ class PartsOfHeads(Units):
 
     def move_nowhere(self):
         self._move({"1.out": OwnershipMap.home(127, NUM_RANKS)})
-
-    @contextmanager
-    def other_optimizer_state(self):
-        step = self.optimizer.state[self.model[1].q.weight]["step"]
-        step += 1
-        yield "the ranks of the group hold different optimizer state of 1.q"
-        step -= 1
 
 
 class Layers(KindOfMove):

@@ -89,6 +89,20 @@ def train(model, optimizer, num_steps, clip, after_step=lambda: None, micro_batc
     return values
 
 
+def sent_in_two_steps(model, optimizer, balancer):
+    """Bytes of each message that is summed over ranks in two steps of one micro-batch; norms are not asked for."""
+    sent, all_reduce = [], dist.all_reduce
+
+    def counting(tensor, *args, **kwargs):
+        sent.append(tensor.numel() * tensor.element_size())
+        return all_reduce(tensor, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(dist, "all_reduce", counting)
+        train(model, optimizer, 2, lambda *_: torch.zeros(()), balancer.step, micro_batches=1)
+    return sent
+
+
 def balanced(group, of_group=4, host=None, *, wrap=lambda model: model, of_optimizer=None, divisible=False, **config):
     model = divided(group, of_group, host, divisible)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **(of_optimizer or {}))

@@ -57,7 +57,7 @@ def gradients(model, step=0):
     model.zero_grad()
     loss = loss_of(model, step)
     loss.backward()
-    return loss.detach(), {name: one.grad for name, one in model.named_parameters()}
+    return loss.detach(), {name: weight.grad for name, weight in model.named_parameters()}
 
 
 @on_ranks(2, [(case,) for case in CASES])
@@ -103,6 +103,13 @@ def trained(model, group, steps, moves, dtype=torch.float64):
     return losses, whole_of(model, group)
 
 
+def require_alike(losses, expected, moved, weights):
+    """Losses and weights are those of the undivided model."""
+    assert losses == pytest.approx(expected, abs=1e-9)
+    for name, weight in weights.items():
+        assert_close(moved[name], weight, rtol=0.0, atol=1e-9, msg=name)
+
+
 @on_ranks(2, [(case,) for case in CASES])
 def test_units_that_move_leave_losses_and_weights_those_of_the_undivided_model(rank, group, case):
     of_config, of_model = CASES[case]
@@ -116,9 +123,7 @@ def test_units_that_move_leave_losses_and_weights_those_of_the_undivided_model(r
         model = gpt(config_of(**of_config), torch.float64, parallel_output=False, **of_model)
         divide(whole, model, tensor_parallel)
         losses, moved = trained(model, tensor_parallel, 4, {1: (3, 1), 2: (1, 3), 3: (1, 1)})
-    assert losses == pytest.approx(expected, abs=1e-9)
-    for name, weight in weights.items():
-        assert_close(moved[name], weight, rtol=0.0, atol=1e-9, msg=name)
+    require_alike(losses, expected, moved, weights)
 
 
 @on_ranks(2, [(False,), (True,)])
@@ -138,9 +143,7 @@ def test_a_hybrid_model_is_its_own_bit_for_bit_and_moves_leave_it_the_undivided_
         assert all(torch.equal(converted[name], gradient) for name, gradient in of_host.items())
         model.zero_grad()
         losses, moved = trained(model, tensor_parallel, 4, {1: (3, 1), 2: (1, 3), 3: (1, 1)})
-    assert losses == pytest.approx(expected, abs=1e-9)
-    for name, weight in weights.items():
-        assert_close(moved[name], weight, rtol=0.0, atol=1e-9, msg=name)
+    require_alike(losses, expected, moved, weights)
 
 
 @on_ranks(2, [(False,), (True,)])

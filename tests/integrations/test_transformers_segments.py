@@ -36,7 +36,7 @@ def test_every_layer_is_in_a_segment_of_heads_or_of_neurons_and_any_owner_comput
         assert attention.kind == name_of_units and sum(attention.counts) == num_units
         assert [one.rows for one in weights] == [*rows_of_columns, (rows_of_row,)]
         assert mlp.kind == "neurons" and len(mlp.owned.owners) == MLP
-        assert {one.rows for one in mlp.tensors} == ({(1, 1), (1,)} if kind == "Glm4" else {(1,)})
+        assert {tensor.rows for tensor in mlp.tensors} == ({(1, 1), (1,)} if kind == "Glm4" else {(1,)})
         for segment in (attention, mlp):
             *columns, row = segment.layers
             assert segment.name == row and not layers[row].is_column_parallel

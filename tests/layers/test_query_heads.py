@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import query_heads as heads
 from helpers.on_ranks import on_ranks
 from helpers.query_heads import HEAD, WIDTH, balanced, check_saved, counts_of, require_copies_alike, train, whole_model
 from torch.distributed.tensor import parallel as tensor_parallel
@@ -102,21 +103,11 @@ def test_keys_that_are_frozen_and_free_again_and_checkpointed_forwards_are_right
 
 @on_ranks(2)
 def test_a_settled_step_sends_the_gradients_of_groups_apart_and_nothing_else(rank, group):
-    sent, all_reduce = [], dist.all_reduce
-
-    def counting(tensor, *args, **kwargs):
-        sent.append(tensor.numel() * tensor.element_size())
-        return all_reduce(tensor, *args, **kwargs)
-
     model, optimizer, balancer = balanced(group)
-    with pytest.MonkeyPatch.context() as patched:
-        train(model, optimizer, 2, lambda *_: torch.zeros(()), balancer.step, micro_batches=1)
-        patched.setattr(dist, "all_reduce", counting)
-        train(model, optimizer, 2, lambda *_: torch.zeros(()), balancer.step, micro_batches=1)
-        undivided = sum(sent)
-        balancer.move((3, 5))
-        sent.clear()
-        train(model, optimizer, 2, lambda *_: torch.zeros(()), balancer.step, micro_batches=1)
+    heads.sent_in_two_steps(model, optimizer, balancer)  # the first step measures, too
+    undivided = sum(heads.sent_in_two_steps(model, optimizer, balancer))
+    balancer.move((3, 5))
+    sent = heads.sent_in_two_steps(model, optimizer, balancer)
     of_block = HEAD * WIDTH * 8
     with_biases = of_block + HEAD * 8  # of one block each of k and v, in two layers, of which one has biases
     # Two steps, in each the sums of backward, and what is handed to the copies.

@@ -95,7 +95,7 @@ def _of_module(module: nn.Module) -> tuple[dict[int, TensorDivision], dict[str, 
         divisions = {id(tensors[name]): _of_marked(tensors[name], module) for name in marked}
         known = {key: one for key, one in divisions.items() if isinstance(one, TensorDivision)}
         return known, {name: tensors[name] for name in marked if divisions[id(tensors[name])] is None}
-    marked = [name for name, one in tensors.items() if getattr(one, "tensor_model_parallel", False)]
+    marked = [name for name, tensor in tensors.items() if getattr(tensor, "tensor_model_parallel", False)]
     if marked:  # by Megatron-Core, as it marks all that it divides
         held = {name: _of_megatron(tensors[name], module) for name in marked}
         of_group = {id(tensors[name]): division for name, division in held.items() if division is not None}
