@@ -262,6 +262,9 @@ class GroupDecision:
         # Who comes late to the first collective holds up all, and no division of the layers' work makes up for that:
         # behind it all ranks begin together.
         late_s = max((times.outside_s for times in measured if not math.isnan(times.busy_s)), default=0.0)
+        # What moves along is of the model and not of ranks: what disturbs all of them alike cancels in the mean.
+        moving_rest = math.fsum(times.moving_rest for times in measured) / len(measured)
+        measured = [dataclasses.replace(times, moving_rest=moving_rest) for times in measured]
         samples = [times.beginning_after(late_s) for times in measured]
         collectives = CollectiveTimes(_least_wait_s(received), self._lent_when_sent, self.migration)
         self.what_if.update(samples, collectives)
