@@ -131,7 +131,7 @@ def test_heads_are_divided_as_finely_as_slices_are_where_copies_cost_nothing(num
 @given(st.integers(2, 6), st.integers(1, 3), st.data())
 def test_ranks_hold_whole_heads_of_which_they_compute_slices(num_ranks, heads, data):
     slices, num_sequences = 8, data.draw(st.sampled_from([None, 1, 2, 3, 8]))
-    copies = CopyCosts(num_sequences=num_sequences)
+    copies = CopyCosts(num_sequences=num_sequences, each_part=0.25)
     num_units = num_ranks * heads * slices
     work = SegmentWork(num_units, 1, 1.0, block=slices, shared=0.5, slices=slices, copies=copies)
     counts = data.draw(counts_of(num_units, num_ranks))
@@ -141,7 +141,15 @@ def test_ranks_hold_whole_heads_of_which_they_compute_slices(num_ranks, heads, d
     grain = {None: 1, 1: 8, 2: 4, 3: 4, 8: 1}[num_sequences]
     of_keys = [(owners.reshape(-1, grain) == rank).any(axis=1).sum() * grain for rank in range(num_ranks)]
     expected = [(count + keys) / 2 / (heads * slices) for count, keys in zip(counts, of_keys, strict=True)]
-    assert work.loads(counts) == pytest.approx(expected)
+    parts = [((owners == rank).any(axis=1) & (owners != rank).any(axis=1)).sum() / 4 for rank in range(num_ranks)]
+    assert work.loads(counts) == pytest.approx(np.add(expected, parts))
+
+
+def test_heads_stay_whole_whose_parts_are_slow_to_multiply():
+    shares, work = (1.0, 0.6), SegmentWork(2 * 3 * 16, 1, 1.0, block=16, slices=16)
+    assert unit_counts(shares, work) == (60, 36)
+    slow = dataclasses.replace(work, copies=CopyCosts(each_part=0.2))
+    assert unit_counts(shares, slow) == (64, 32)
 
 
 def test_a_head_that_seven_ranks_take_parts_of_travels_to_each():

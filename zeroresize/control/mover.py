@@ -232,8 +232,8 @@ class Mover:
             num_sequences = min(layer.num_sequences for layer in segment.modules)
             here = [*measure_copies(segment, self._setup.process_group), -num_sequences, are_whole]
             *costs, fewest, whole = map(max, zip(*everybody.gather(here), strict=True))
-            any_block, each_block, any_whole, each_whole = costs
-            with_gains = any_block, COPY_GAIN + each_block, COPY_GAIN + any_whole, each_whole
+            any_block, each_block, any_whole, each_whole, each_part = costs
+            with_gains = any_block, COPY_GAIN + each_block, COPY_GAIN + any_whole, each_whole, each_part
             self._expect_copies(CopyCosts(*with_gains, -int(fewest), bool(whole)))
         self._decider.expect_moves(MoveCost(per_byte_s, fixed_s), num_bytes, BUDGET_S)
 

@@ -9,7 +9,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -150,7 +150,8 @@ def measure_copies(segment: OwnedSegment, process_group: ProcessGroup) -> list[f
 
     Returns:
         The messages in which gradients are summed, if blocks of units that share rows are on several ranks; what each
-        block adds; and the same two of heads of which ranks own slices.
+        block adds; the same two of heads of which ranks own slices; and what products take of a head's half of the
+        tokens beyond half of the head's products.
     """
     sums_s: list[float] = []
     for are_blocks in (True, False):
@@ -165,13 +166,23 @@ def measure_copies(segment: OwnedSegment, process_group: ProcessGroup) -> list[f
         )
         # Once more as the step begins, in one message of all segments.
         sums_s += [few_s, 2.0 * max(many_s - few_s, 0.0) / (_MANY - 1)]
-    products_s = 0.0
-    for layer in segment.modules:
-        if layer.num_tokens > 0:
-            shape = ProductShape.of(layer, layer.even_shape, layer.num_tokens)
-            (timed,) = time_in_turn(layer, [(shape, None)], _COPIES_BUDGET_S, fewest_tokens=FIRST_TOKENS // 2)
-            products_s += layer.even_part * min(all_s for all_s, _ in timed)
-    return [seconds / max(products_s, LEAST_SECONDS) for seconds in sums_s]
+    products_s = {layer: _products_s(layer, layer.even_shape) for layer in segment.modules if layer.num_tokens > 0}
+    halves_s = 0.0
+    for where in segment.tensors if segment.owned.slices > 1 else ():
+        if where.block == segment.owned.slices and where.owner in products_s and where.parameter.dim() == 2:
+            layer, size = where.owner, list(where.owner.even_shape)
+            share, size[where.dim] = sum(where.rows) / size[where.dim], sum(where.rows)
+            halves_s += max(_products_s(layer, size, parts=2) - share * products_s[layer] / 2, 0.0)
+    all_s = sum(layer.even_part * seconds for layer, seconds in products_s.items())
+    return [seconds / max(all_s, LEAST_SECONDS) for seconds in (*sums_s, halves_s)]
+
+
+def _products_s(layer: BalancedLinear, size: Sequence[int], parts: int = 1) -> float:
+    """Seconds of a step's products by a weight of this size, of one of so many parts of the tokens of each forward."""
+    num_tokens = max(layer.num_tokens // layer.num_forwards // parts, 1)
+    case = ProductShape.of(layer, size, num_tokens), None
+    (timed,) = time_in_turn(layer, [case], _COPIES_BUDGET_S, fewest_tokens=FIRST_TOKENS // 2)
+    return layer.num_forwards * min(all_s for all_s, _ in timed)
 
 
 def _sum_s(size: int, like: BalancedLinear, process_group: ProcessGroup) -> float:

@@ -49,6 +49,7 @@ class CopyCosts:
     each_block: float = 0.0  # each of these
     any_whole: float = 0.0  # messages, if ranks own slices of a whole, such as a head
     each_whole: float = 0.0  # each of these
+    each_part: float = 0.0  # products of a whole of which a rank computes a part, beyond that part of its products
     num_sequences: int | None = None  # of a forward, which slices of keys and values do not cut; None for many
     are_whole: bool = False  # whether ranks compute wholes that they hold, as graphs and pruned layers do
 
@@ -84,7 +85,10 @@ class SegmentWork:
         holdings = Holdings.of(tuple(counts), self.block, self.slices, self.slices if held else self.grain)
         return [
             ((1.0 - self.shared) * count + self.shared * (self.block // self.slices) * of_rank) / even
-            for count, of_rank in zip(holdings.wholes if held else counts, holdings.rows, strict=True)
+            + (0.0 if held else self.copies.each_part * parts)
+            for count, of_rank, parts in zip(
+                holdings.wholes if held else counts, holdings.rows, holdings.parts, strict=True
+            )
         ]
 
 
@@ -212,6 +216,7 @@ class Holdings:
 
     rows: tuple[int, ...]  # slices of blocks' rows that are computed
     wholes: tuple[int, ...]  # units of wholes of which some slice is there
+    parts: tuple[int, ...]  # wholes of which some slice is there, and not every one
     blocks_apart: int  # on several ranks
     wholes_apart: int
 
@@ -227,9 +232,10 @@ class Holdings:
             return np.bincount(np.unique(owned.owners * num_units + keys) // num_units, minlength=len(counts))
 
         rows = number_of(units // block * slices + units % slices // grain) * grain
-        wholes = number_of(units // slices) * slices
-        apart = (len(owned.apart_by(size)) for size in (block, slices))
-        return cls(tuple(rows.tolist()), tuple(wholes.tolist()), *apart)
+        wholes, apart = number_of(units // slices), [owned.apart_by(size) for size in (block, slices)]
+        by_whole = owned.owners.reshape(-1, slices)[apart[1]]
+        parts = tuple(int((by_whole == rank).any(axis=1).sum()) for rank in range(len(counts)))
+        return cls(tuple(rows.tolist()), tuple((wholes * slices).tolist()), parts, *map(len, apart))
 
 
 def normalised(shares: Sequence[float]) -> tuple[float, ...]:
