@@ -11,6 +11,7 @@ was converted in.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from dataclasses import replace
@@ -24,36 +25,56 @@ import transformers
 
 import zeroresize as zr
 from scripts.bench.balanced_copies import shortest_by_heads_s, shortest_step_s
-from scripts.bench.common import in_turns, interval_of_ratio, keep_freed_memory, parser_of, pin_to_core, save, show
+from scripts.bench.common import (
+    in_turns,
+    interval_of_ratio,
+    join_ranks,
+    keep_freed_memory,
+    parser_of,
+    pin_to_core,
+    save,
+    show,
+)
 from zeroresize.conversion import balanced_layers
 from zeroresize.injection.delay import HostDelay
 from zeroresize.injection.slow_layers import SlowLayers
 from zeroresize.layers.segments import all_segments, owned_segments
 from zeroresize.plan.ownership import SegmentWork
+from zeroresize.utils.torch_state import synchronize
 
 UNITS = ("alone", "groups", "heads", "parts")
+
+
+def llama(options: Any, device: torch.device) -> Any:
+    """An undivided LLaMA of transformers, alike on all ranks."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=options.hidden,
+        intermediate_size=options.neurons,
+        num_hidden_layers=options.depth,
+        num_attention_heads=options.heads,
+        num_key_value_heads=options.kv_heads,
+        vocab_size=256,
+    )
+    return transformers.LlamaModel(config).to(device)
+
+
+def divide(model: torch.nn.Module) -> None:
+    """Give a LLaMA this package's layers, divided by all ranks."""
+    for module in list(model.modules()):
+        for name, layer in list(module.named_children()):
+            if isinstance(layer, torch.nn.Linear):
+                is_row = name in ("o_proj", "down_proj")
+                kind = zr.RowParallelLinear if is_row else zr.ColumnParallelLinear
+                setattr(module, name, kind.from_linear(layer, process_group=dist.group.WORLD))
 
 
 class Copy:
     """A model in training: not balanced, by whole groups, by queries' heads, or by parts of them."""
 
-    def __init__(self, options: Any, units: str) -> None:
-        torch.manual_seed(0)
-        config = transformers.LlamaConfig(
-            hidden_size=options.hidden,
-            intermediate_size=options.neurons,
-            num_hidden_layers=options.depth,
-            num_attention_heads=options.heads,
-            num_key_value_heads=options.kv_heads,
-            vocab_size=256,
-        )
-        self.model, group = transformers.LlamaModel(config), dist.group.WORLD
-        for module in list(self.model.modules()):
-            for name, layer in list(module.named_children()):
-                if isinstance(layer, torch.nn.Linear):
-                    is_row = name in ("o_proj", "down_proj")
-                    kind = zr.RowParallelLinear if is_row else zr.ColumnParallelLinear
-                    setattr(module, name, kind.from_linear(layer, process_group=group))
+    def __init__(self, options: Any, units: str, device: torch.device) -> None:
+        self.model, self.device = llama(options, device), device
+        divide(self.model)
         if units != "alone":
             zr.convert(self.model)
         layers = balanced_layers(self.model)
@@ -62,7 +83,8 @@ class Copy:
         balance = zr.BalanceConfig(mode=mode, update_every=options.update_every)
         self.balancer = zr.Balancer(self.model, self.optimizer, balance) if units != "alone" else None
         self.slowness = SlowLayers(list(layers.values()), "gemm", HostDelay(work_clock=time.thread_time))
-        self.words = torch.randint(256, (options.batch, options.tokens), generator=torch.Generator().manual_seed(1))
+        words = torch.randint(256, (options.batch, options.tokens), generator=torch.Generator().manual_seed(1))
+        self.words = words.to(device)
         self.slowness.chi, self.update_s = options.everyone, list[float]()
         self.slowness.__enter__()
         self.steps(1)  # after which it is measured what copies cost
@@ -77,16 +99,21 @@ class Copy:
         seconds = []
         for _ in range(number):
             dist.barrier()
-            began = time.perf_counter()
+            began = self.now()
             self.model(input_ids=self.words).last_hidden_state.square().mean().backward()
-            updates = time.perf_counter()
+            updates = self.now()
             self.optimizer.step()
-            self.update_s.append(time.perf_counter() - updates)
+            self.update_s.append(self.now() - updates)
             self.optimizer.zero_grad()
             if self.balancer is not None:
                 self.balancer.step()
-            seconds.append(time.perf_counter() - began)
+            seconds.append(self.now() - began)
         return seconds
+
+    def now(self) -> float:
+        """Seconds, once the device has done all that it was given."""
+        synchronize(self.device)
+        return time.perf_counter()
 
     @property
     def heads(self) -> tuple[float, ...]:
@@ -112,12 +139,26 @@ def main() -> None:
     )
     parser.add_argument("--units", nargs="+", choices=UNITS, default=UNITS[1:])
     options = parser.parse_args()
-    dist.init_process_group("gloo")
+    results = measure(options, begin())
+    if dist.get_rank() == 0:
+        save("query_heads", {"options": vars(options), "results": results})
+    dist.destroy_process_group()
+
+
+def begin() -> torch.device:
+    """Join the other ranks of torchrun; returns this rank's device, which on a CPU is a core and one thread."""
+    device = join_ranks(rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
     torch.set_num_threads(1)
-    pin_to_core()
-    keep_freed_memory()
+    if device.type == "cpu":
+        pin_to_core()
+        keep_freed_memory()
+    return device
+
+
+def measure(options: Any, device: torch.device) -> list[dict[str, Any]]:
+    """Train the copies in turns, show a table, and return a row for each χ and way to balance; collective."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    copies = {units: Copy(options, units) for units in ("off", *options.units)}
+    copies = {units: Copy(options, units, device) for units in ("off", *options.units)}
 
     def slow(chi: float) -> None:
         for copy in copies.values():
@@ -153,6 +194,7 @@ def main() -> None:
             shares = [f"{share:.2f}" for share in (removed, of_heads, at_first, first)]
             rows.append([chi, name, f"{ratio:.3f} [{low:.3f}, {high:.3f}]", *shares, copy.heads])
             result = {"chi": chi, "units": name, "ratio": [ratio, low, high], "removed": removed}
+            result["bound"] = shortest_s / usual["homogeneous"]
             results.append(result | {"of_heads": of_heads, "at_first": at_first, "first": first, "heads": copy.heads})
         rows.append([chi, "T of heads", f"{by_heads_s / usual['homogeneous']:.3f}", "", "1.00", "", "", ""])
         rows.append([chi, "T*", f"{shortest_s / usual['homogeneous']:.3f}", "1.00", "", "", "", ""])
@@ -162,8 +204,7 @@ def main() -> None:
             ["chi", "units", "ratio", "of the removable", "by heads", "in first steps", "these, of off's", "heads"],
             rows,
         )
-        save("query_heads", {"options": vars(options), "results": results})
-    dist.destroy_process_group()
+    return results
 
 
 if __name__ == "__main__":
