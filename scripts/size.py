@@ -25,12 +25,12 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 47_333,
-    "package files": 274,
-    "package code lines": 30_584,
-    "tests lines": 45_069,
+    "package lines": 47_716,
+    "package files": 276,
+    "package code lines": 30_865,
+    "tests lines": 45_721,
     "examples lines": 13_031,
-    "docs lines": 4_394,
+    "docs lines": 4_496,
     "tuning constants": 149,
 }
 

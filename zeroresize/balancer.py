@@ -218,7 +218,8 @@ class Balancer(Pausable):
         """Let every rank own what its host gave it, for as long as this lasts: for the host's checkpoints.
 
         Call alike on every rank, between optimizer steps; collective: units travel home, and back again, also after an
-        error within that all ranks have. Nothing travels where they are at home.
+        error within that all ranks have. Nothing travels where they are at home. Units that may not move back, as an
+        adapter was added within or before, stay at home, and a warning says so.
 
         Raises:
             ValueError: where it does not fit into ``config.memory_limits``.
@@ -233,7 +234,7 @@ class Balancer(Pausable):
         self._is_at(Call.MOVING)
         self._is_at_home = True
         try:
-            with self._parts.mover.at_home():
+            with self._parts.mover.at_home(self._num_steps):
                 yield
         finally:
             self._is_at_home = False

@@ -24,6 +24,7 @@ from zeroresize.integrations.hosts import (
     process_group_of,
 )
 from zeroresize.integrations.known_faults import warn_of_known_faults
+from zeroresize.integrations.lora import all_matrices
 from zeroresize.integrations.named_segments import require_all_features, require_heads_on_ranks
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import Segment
@@ -34,6 +35,7 @@ from zeroresize.measure.timed_products import measure_wanted_shares
 from zeroresize.plan.ownership import checked_shares
 from zeroresize.resharding.agreement import meet_over
 from zeroresize.resharding.data_parallel import unwrap
+from zeroresize.resharding.segments.divided_lora import divide_lora
 from zeroresize.resharding.segments.search_segments import (
     first_of,
     require_same_segments,
@@ -132,6 +134,7 @@ def convert(
     group = group_of(model, process_group, module_filter_fn)
     inner, is_first_rank = unwrap(model), group_rank(group) == 0
     require_ties_kept(inner)
+    all_matrices(inner)  # which knows their features
     require_all_features(inner)
     try:
         wanted = None if shares is None else checked_share_choice(shares, group_size(group))
@@ -167,6 +170,7 @@ def convert(
         choice = _swap_layers(model, group, module_filter_fn)
         if not balanced_layers(model):
             raise ValueError(_nothing_to_convert(model, choice))
+        divide_lora(inner)
         _search(model, balanced_layers(model), group, segments)
         require_heads_on_ranks(inner)
     except Exception as raised:  # other ranks may be about to divide
@@ -276,6 +280,7 @@ def _convert_again(model: nn.Module, process_group: ProcessGroup, module_filter_
                 f"convert: the model is converted already, and module_filter_fn chooses other layers: it differs in "
                 f"{first_of(others)}. Convert a model that is not converted yet with this filter, or this one without"
             )
+    divide_lora(unwrap(model))
     new = {name: layer for name, layer in layers.items() if not layer.is_searched}
     if not new:
         logger.info("convert: the model is converted already, nothing was changed")
@@ -323,6 +328,7 @@ def _device_of(model: nn.Module) -> torch.device:
 def _swap_layers(model: nn.Module, process_group: ProcessGroup, module_filter_fn: ModuleFilter | None) -> _Choice:
     """Swap what can be swapped, and mark it as converted."""
     choice = _Choice()
+    matrices = all_matrices(unwrap(model))
     for name, module, host in _parallel_layers(model):
         if isinstance(module, BalancedLinear):
             module.is_converted = False  # parallelize_module may have converted it
@@ -342,7 +348,7 @@ def _swap_layers(model: nn.Module, process_group: ProcessGroup, module_filter_fn
                 f"convert: the adapter {type(host).__name__} did not make layer {name} ({type(module).__name__}) a "
                 "BalancedLinear in place: swap_layer must change the layer's class and return the same layer"
             )
-        module.is_converted = True
+        module.is_converted = module not in matrices  # which are divided, but not balanced
     return choice
 
 
@@ -376,7 +382,7 @@ def _why_left_alone(name: str, module: Any, host: HostAdapter, process_group: Pr
 
 def _why_unfit(name: str, module: Any, host: HostAdapter) -> str | None:
     """Why a layer is left alone whatever its group; None if it is not."""
-    if name.rpartition(".")[2] in getattr(host, "vocabulary_heads", ()):
+    if name.removesuffix(".base_layer").rpartition(".")[2] in getattr(host, "vocabulary_heads", ()):
         return VOCABULARY
     gathered = GATHERED if getattr(module, "gather_output", False) else None
     return host.why_left_alone(module) or why_no_whole_weight(module) or gathered

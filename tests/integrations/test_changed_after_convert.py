@@ -47,11 +47,12 @@ def norm(*given):
     return given[-1]
 
 
-def buffering(gradient):
-    return gradient
+def hook_of(library):
+    def hook(gradient):
+        return gradient
 
-
-buffering.__module__ = "deepspeed.runtime.zero.stage_1_and_2"
+    hook.__module__ = library
+    return hook
 
 
 def other_class_forward(model):
@@ -76,8 +77,12 @@ CHANGES = {
     "before": (lambda model: model[0].down.register_forward_pre_hook(norm), "0.down has a forward pre-hook"),
     "on a parameter": (lambda model: model[0].up.weight.register_hook(norm), "0.up has a weight with a hook.*norm"),
     "a buffer's": (
-        lambda model: model[0].up.weight.register_hook(buffering),
-        "0.up has a weight whose gradients deepspeed.runtime.*buffering puts into a buffer, which would not follow$",
+        lambda model: model[0].up.weight.register_hook(hook_of("deepspeed.runtime.zero")),
+        "0.up has a weight whose gradients deepspeed.runtime.*hook puts into a buffer, which would not follow$",
+    ),
+    "an average": (
+        lambda model: model[0].up.weight.register_hook(hook_of("transformers.trainer")),
+        "0.up has a weight with a hook.*trainer",
     ),
     "on all modules": (
         lambda model: modules_of_torch.register_module_forward_hook(norm),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.hosts import Host
+from helpers.hosts import Host, small_vit
 from helpers.on_ranks import on_ranks
 from helpers.parallel_layers import plan_keeping
 from helpers.processes import caught_log_lines
@@ -149,3 +149,18 @@ def test_columns_of_a_transposed_weight_are_its_rows(rank, group, kind):
             assert torch.equal(layer.weight.grad, layer.weight.grad * mask)
     for actual, expected in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+@on_ranks(2)
+def test_lora_is_refused_by_the_host_and_by_peft(rank, group):
+    peft = pytest.importorskip("peft")
+    from colossalai.booster import Booster
+    from colossalai.booster.plugin import HybridParallelPlugin
+
+    host, config = Host(group), peft.LoraConfig(r=2, target_modules=["query"])
+    booster = Booster(plugin=HybridParallelPlugin(tp_size=2, pp_size=1, precision="fp32"))
+    with pytest.raises(AssertionError):
+        booster.enable_lora(small_vit(), lora_config=config)
+    boosted = host.boost(small_vit())
+    with pytest.raises(ValueError, match=r"Linear1D_Col.* is not supported"):
+        peft.get_peft_model(boosted.model.unwrap(), config)

@@ -136,6 +136,40 @@ def test_transformers(run_ranks, tmp_path, monkeypatch):
         torch.testing.assert_close(trained[name], tensor, rtol=0.0, atol=1e-4, msg=name)
 
 
+@pytest.mark.transformers
+@pytest.mark.filterwarnings("ignore")
+def test_peft(run_ranks, tmp_path, monkeypatch):
+    import transformers
+
+    peft, names = pytest.importorskip("peft"), names_of("peft.md")
+    moves_in(monkeypatch, names, {2: (3, 1), 4: (1, 3)})
+
+    def check(rank, group):
+        with as_rank(rank, 2):
+            return names["main"](str(tmp_path))
+
+    losses, losses_1 = run_ranks(check, 2)
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    model = peft.PeftModel.from_pretrained(model, tmp_path / "begun", is_trainable=True).train()
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+    expected = []
+    for step in range(8):
+        words = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(step))
+        loss = model(input_ids=words, labels=words).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    assert losses == losses_1 == pytest.approx(expected, abs=1e-5)
+    model.load_adapter(tmp_path / "adapter", "trained")
+    for kind in ("default", "trained"):
+        state = peft.get_peft_model_state_dict(model, adapter_name=kind)
+        assert len(state) == 28
+        for name, tensor in peft.get_peft_model_state_dict(model).items():
+            torch.testing.assert_close(state[name], tensor, rtol=0.0, atol=1e-4, msg=name)
+
+
 @pytest.mark.hosts
 @pytest.mark.filterwarnings("ignore")
 def test_lightning(run_ranks, tmp_path, monkeypatch):

@@ -104,6 +104,8 @@ def test_a_host_says_where_its_layers_have_their_group_and_which_make_logits(ran
     register_host(host)
     sizes = {"up": 16, "output_layer": 32, "small": 4}
     model = nn.ModuleDict({name: GroupElsewhere(8, size, group) for name, size in sizes.items()})
+    wrapped = nn.ModuleDict({"base_layer": GroupElsewhere(8, 32, group)})  # as by PEFT
+    model["within"] = nn.ModuleDict({"output_layer": wrapped})
     model["small"].tp_group = [dist.new_group([each]) for each in range(2)][rank]  # of no matter, as it stays
     model["small"].register_parameter("weight", None)  # the host's own reason comes before any other
     with caught_log_lines() as lines:

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from helpers.lora import with_lora
 from helpers.transformers_models import WORDS, as_rank, batch, split_by_plan, whole_decoder
 
 import zeroresize as zr
@@ -117,3 +119,38 @@ def test_it_trains_as_without_us_and_goes_on_from_the_middle_of_an_episode(run_r
         reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder).double()
         with torch.no_grad():
             assert reloaded(**batch(7)).loss.item() == pytest.approx(loss, abs=1e-9), folder
+
+
+def test_adapters_move_train_as_undivided_ones_and_are_saved_whole(run_ranks, tmp_path):
+    from zeroresize.integrations.transformers import BalanceCallback
+
+    peft = pytest.importorskip("peft")
+    whole, expected = whole_decoder("llama"), []
+    whole.save_pretrained(tmp_path / "whole")
+    names = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+    with torch.no_grad():
+        whole = with_lora(whole, names)
+    dcp.save(whole.state_dict(), checkpoint_id=tmp_path / "begun", no_dist=True)
+    trainer_of(whole, tmp_path / "undivided", [keeper(expected)], save_strategy="no").train()
+
+    def check(rank, group):
+        with as_rank(rank, 2):
+            model, values, widths = zr.convert(with_lora(split_by_plan(tmp_path / "whole", rank), names)), [], []
+            dcp.load(zr.sharded_state_dict(model), storage_reader=zr.CheckpointReader(tmp_path / "begun"))
+            callback = BalanceCallback(zr.BalanceConfig(mode="exact"))
+            up = model.base_model.model.model.layers[0].mlp.up_proj.lora_B.default.weight
+            trainer = trainer_of(model, tmp_path / "ours", [keeper(values, widths, up), mover(callback), callback])
+            trainer.train()
+            assert values == near(expected)
+            many, few = ((48, 16), (16, 48))[rank]
+            assert widths == [32, 32, many, many, many, few, few, few]
+            trainer.save_model(str(tmp_path / "trained"))
+            with torch.no_grad():
+                return model(**batch(7)).loss.item()
+
+    loss, _ = run_ranks(check, 2, timeout_s=110)
+    for folder in ("trained", f"ours/checkpoint-{STEPS}"):
+        loaded = peft.PeftModel.from_pretrained(whole_decoder("llama"), tmp_path / folder)
+        with torch.no_grad():
+            assert loaded(**batch(7)).loss.item() == pytest.approx(loss, abs=1e-9), folder
+    assert (tmp_path / "ours" / f"checkpoint-{SAVED_AT}" / "adapter_model.safetensors").exists()

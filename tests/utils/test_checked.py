@@ -92,6 +92,7 @@ WRONG = {
     "Segment": rows((3, NAN, [3], "ab"), "column")
     | rows((3, NAN, -1), "row")
     | rows((3, NAN, [3], "ab"), "shared")
+    | rows((3, NAN, [3], "ab", [("a", "b")], [("a", 0, 1)]), "extra")
     | rows(COUNT, "unit_size head_size group_size")
     | rows(SEED, "min_units")
     | rows((NAN, "2"), "parts")

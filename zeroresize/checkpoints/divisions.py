@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from zeroresize.checkpoints.divided_tensor import Piece, TensorDivision, unit_pieces
 from zeroresize.comm.collectives import group_rank, group_size
+from zeroresize.integrations.lora import why_not_whole
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment, UnitTensor
-from zeroresize.layers.splitting import place_of_rank
+from zeroresize.layers.splitting import parts_of, place_of_rank
 from zeroresize.utils.torch_private import buffers_of, parameters_of, unsaved_buffers_of
 
 #: By which Colossal-AI knows a tensor that it has divided, or made longer to divide by the ranks.
@@ -33,6 +34,8 @@ def divisions_of(model: nn.Module) -> dict[int, TensorDivision]:
     All other parameters are the same on every rank.
     """
     _require_no_namesakes(model)
+    if (why := why_not_whole(model)) is not None:
+        raise ValueError(f"sharded_state_dict: {why}")
     divisions: dict[int, TensorDivision] = {}
     unknown: dict[str, Tensor] = {}
     for name, module in model.named_modules():
@@ -88,6 +91,7 @@ def _of_module(module: nn.Module) -> tuple[dict[int, TensorDivision], dict[str, 
                 "a rank holds. Split such a layer in another way beside fully_shard"
             )
         tensors = {name: one for name, one in own_tensors(module).items() if not _tells_its_division(one, module)}
+        tensors |= {f"of units {name}": getattr(owner, name) for owner, name, *_ in module.extra}
         return _of_balanced(module, tensors)
     tensors = {name: one for name, one in own_tensors(module).items() if not isinstance(one, DTensor)}
     marked = [name for name, one in tensors.items() if any(hasattr(one, mark) for mark in _MARKS)]
@@ -130,15 +134,15 @@ def _of_balanced(layer: Any, tensors: dict[str, Tensor]) -> tuple[dict[int, Tens
                 f"on this rank, where its host made one of {tuple(layer.home_shape)}, and it is not known what it "
                 "owns: is it a copy of a layer that was divided unevenly?"
             )
-        num_parts = getattr(layer.weight, "partition_stride", 1)  # as Megatron-Core marks it
-        parts = layer.parts or (layer.whole_size // num_parts,) * num_parts
-        divisions = {}
+        parts, divisions = parts_of(layer), {}
         if "weight" in tensors:
             divisions[id(tensors["weight"])] = _by_home(
                 dim ^ layer.weight_is_transposed, parts, home, rank, layer.begins
             )
         if layer.is_column_parallel and "bias" in tensors:
             divisions[id(tensors["bias"])] = _by_home(0, parts, home, rank, layer.begins)
+        for owner, name, at, size in layer.extra:
+            divisions[id(getattr(owner, name))] = _by_home(at, [size], home, rank, layer.begins)
         is_made = "weight" not in tensors and not layer.has_dtensors  # of other tensors, in every forward
     doubtful = {name: tensor for name, tensor in tensors.items() if id(tensor) not in divisions}
     if is_made and ranks > 1:
@@ -150,11 +154,12 @@ def _of_balanced(layer: Any, tensors: dict[str, Tensor]) -> tuple[dict[int, Tens
 
 def _of_units(where: UnitTensor, segment: OwnedSegment, rank: int) -> TensorDivision:
     num_units, rows = len(segment.owned.owners) // where.block, where.rows
-    return TensorDivision(
-        where.dim,
-        num_units * sum(rows),
-        lambda: unit_pieces(where.held(segment.owned, rank), num_units, rows, each=where.owner.shared_rows is not None),
-    )
+
+    def pieces() -> list[Piece]:
+        is_shared = getattr(where.owner, "shared_rows", None) is not None
+        return unit_pieces(where.held(segment.owned, rank), num_units, rows, each=is_shared)
+
+    return TensorDivision(where.dim, num_units * sum(rows), pieces)
 
 
 def _evenly(dim: int, parts: Sequence[int], num_ranks: int, rank: int) -> TensorDivision:

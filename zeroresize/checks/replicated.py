@@ -32,6 +32,7 @@ def replicated_parameters(model: nn.Module, process_group: ProcessGroup) -> Iter
             makers |= {id(one) for one in parametrizations.modules()}
         whole: dict[str, Tensor] = parameters
         if isinstance(module, BalancedLinear):
+            shards |= {id(getattr(owner, attribute)) for owner, attribute, *_ in module.extra}
             is_whole = not module.is_column_parallel and same_ranks(module.process_group, process_group)
             whole = {name: one for name, one in parameters.items() if is_whole and name.rpartition(".")[2] == "bias"}
         elif _holds_group(module) or id(module) in makers:

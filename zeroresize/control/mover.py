@@ -146,9 +146,10 @@ class Mover:
             self.follow(num_steps, "as in the checkpoint")
 
     @contextmanager
-    def at_home(self) -> Iterator[None]:
+    def at_home(self, num_steps: int) -> Iterator[None]:
         """Bring all units home for as long as the block lasts; collective. They go back after an error, too.
 
+        Where they may not go back any more, as after an adapter was added, they stay, and a warning says so.
         The statistic of columns goes on from where it was if the same units come back.
         """
         units, columns = self.units, self.columns
@@ -167,7 +168,11 @@ class Mover:
                 with suppress(RuntimeError):  # the error within says more
                     self._change_hands(away)
                 raise
-            self._change_hands(away)
+            try:
+                self._change_hands(away)
+            except CannotMoveError as error:
+                self._reporter.warn(num_steps, f"the units stay at home, and training goes on: {error}")
+                self._refuse()
         finally:
             seen, columns.set_aside = columns.set_aside, None
             if seen is not None:

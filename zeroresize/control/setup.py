@@ -31,6 +31,7 @@ from zeroresize.layers.weight_checks import why_no_whole_weight
 from zeroresize.measure.step_timer import LayerTimer
 from zeroresize.optim.optimizers import not_stepped
 from zeroresize.resharding.data_parallel import unwrap
+from zeroresize.resharding.segments.divided_lora import divide_lora
 from zeroresize.resharding.segments.search_segments import first_of
 from zeroresize.utils.torch_private import is_flat_parameter, running_ddp
 
@@ -104,6 +105,7 @@ def checked_setup(
     if not layers or not all(layer.is_searched for layer in layers.values()):
         convert(model, process_group)
         layers = balanced_layers(model)
+    divide_lora(unwrap(model))  # an error where an adapter came after convert
     _check_weights(layers, config)
     _check_layers(model, layers, optimizer, process_group, config)
     if group_rank(process_group) == 0:

@@ -1,15 +1,13 @@
-"""Whether a module computes what its class says: who has replaced its forward, or put hooks or an adapter on it.
+"""Whether a module computes what its class says: who has replaced its forward, or put hooks on it.
 
 A hook may change what a module returns, or a gradient, in a way that depends on which units lie on this rank, so that
-units do not move where there is one, unless it is this package's or known to only watch. Nor do they within a layer of
-PEFT, such as LoRA's: its matrices would stay behind.
+units do not move where there is one, unless it is this package's or known to only watch.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -39,17 +37,23 @@ _REDUCING = (
     *("zeroresize.", "torch.nn.parallel.", "torch.distributed.fsdp.", "torch.distributed._"),
     *("colossalai.", "transformers.distributed."),
 )
+#: Their hooks average over all ranks, which leaves gradients of what all hold alike as they are, and spoils parts.
+_AVERAGING = ("transformers.trainer",)
 #: Their hooks on parameters fill buffers that hold the gradients of many parameters, in a layout of their own.
 _BUFFERING = ("megatron.core.distributed.", "deepspeed.")
 
 
-def why_changed(module: nn.Module) -> str | None:
+def why_changed(module: nn.Module, *, is_whole: bool = False) -> str | None:
     """Tell why a module may return something else than its class computes; None if it does not."""
-    return "has another forward than its class" if "forward" in vars(module) else why_hooked(module)
+    return "has another forward than its class" if "forward" in vars(module) else why_hooked(module, is_whole=is_whole)
 
 
-def why_hooked(module: nn.Module) -> str | None:
-    """Tell why a module or its parameters may give something else than its forward does; None if they do not."""
+def why_hooked(module: nn.Module, *, is_whole: bool = False) -> str | None:
+    """Tell why a module or its parameters may give something else than its forward does; None if they do not.
+
+    Args:
+        is_whole: whether all ranks hold the same of it.
+    """
     for kind, effect in _OF_MODULES.items():
         for hook in _foreign(hooks_of(module, kind), _WATCHING):
             return f"has {effect}: {_name_of(hook)}"
@@ -57,28 +61,13 @@ def why_hooked(module: nn.Module) -> str | None:
             return f"has, as all modules have, {effect}: {_name_of(hook)}"
     for name, parameter in parameters_of(module).items():
         for kind, effect in _OF_PARAMETERS.items():
-            for hook in _foreign(hooks_of_parameter(parameter, kind), _REDUCING):
+            for hook in _foreign(hooks_of_parameter(parameter, kind), _REDUCING + _AVERAGING * is_whole):
                 if _name_of(hook).startswith(_BUFFERING):
                     return f"has a {name} whose gradients {_name_of(hook)} puts into a buffer, which would not follow"
                 return (
                     f"has a {name} with {effect}: {_name_of(hook)} (if it treats every element by itself, tell by "
                     "zeroresize.integrations.register_elementwise)"
                 )
-    return None
-
-
-def why_adapted(model: nn.Module, name: str, layer: Any) -> str | None:
-    """Tell why units of a layer may not move alone that was called so; None where no layer of PEFT is around it."""
-    kind: Any = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTunerLayer", None)
-    if kind is None:
-        return None
-    path: list[Any] = [model]
-    for part in name.split("."):
-        path.append(getattr(path[-1], part, None))
-    for holder in path if path[-1] is layer else model.modules():
-        if isinstance(holder, kind) and any(module is layer for module in holder.modules()):
-            named = f"{type(holder).__module__}.{type(holder).__name__}"
-            return f"it is in a {named}, whose matrices of the layer's units would stay behind"
     return None
 
 

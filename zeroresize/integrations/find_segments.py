@@ -18,8 +18,9 @@ from torch import nn
 
 import zeroresize.integrations.transformers_segments  # noqa: F401 - it registers what it knows
 from zeroresize.comm.collectives import group_rank
-from zeroresize.integrations.changed_modules import why_adapted, why_changed
+from zeroresize.integrations.changed_modules import why_changed
 from zeroresize.integrations.known_modules import StaysEven, registered_segments
+from zeroresize.integrations.lora import base_of, is_lora, matrices_of, of_bases, outer_name, why_adapted
 from zeroresize.integrations.named_segments import require_sound
 from zeroresize.integrations.packed_layers import REMEDY, described, require_right_parts
 from zeroresize.integrations.traced_segments import FromOutside, NotProven, TracedAgain, reached_around, traced_segment
@@ -29,7 +30,7 @@ from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segment import OwnedSegment, Segment, UnitTensor
 from zeroresize.layers.splitting import checked_parts
 from zeroresize.plan.ownership import OwnershipMap, neuron_quantum, slices_of
-from zeroresize.utils.torch_private import buffers_of, children_of, parameters_of
+from zeroresize.utils.torch_private import buffers_of, children_of, is_dtensor, parameters_of
 
 _SPLITS_ITSELF = "it takes the whole input and splits it evenly itself"
 _TRY_IT = "zeroresize.check_segments(model, batch) shows whether a segment that is named moves soundly"
@@ -68,6 +69,8 @@ class _Search:
         for name, module in model.named_modules(remove_duplicate=False):
             self._names.setdefault(id(module), []).append(name)
         self._uses = Counter(id(each) for module in model.modules() for each in parameters_of(module).values())
+        #: Parameters that change hands, by their ``id``, with the segment's name.
+        self._taken: dict[int, str] = {}
         #: By name of each of its layers.
         self._segments: dict[str, OwnedSegment] = {}
         self._reasons: dict[str, str] = {}
@@ -111,7 +114,7 @@ class _Search:
         for module in self._modules.values():
             try:
                 for segment in registered_segments(module):
-                    names = [self._names.get(id(layer), ["?"])[0] for layer in segment.layers]
+                    names = [self._names.get(id(layer), ["?"])[0] for layer in of_bases(segment).layers]
                     self._take_registered(segment, names)
             except StaysEven as error:
                 name = self._names[id(module)][0]
@@ -185,13 +188,21 @@ class _Search:
             self._require_movable(name)
         owned = self._owned(segment, columns, row)
         owned.may_draw = not is_proven
+        for tensor in owned.tensors:
+            if (other := self._taken.get(id(tensor.parameter))) is not None:
+                raise StaysEven(f"{tensor.name} is in another segment already, that of {other}")
+            if self._uses[id(tensor.parameter)] > 1:
+                raise StaysEven(f"{tensor.name} is shared with another module")
         if not is_proven:
             rows = {tensor.owner: tensor.rows for tensor in owned.tensors}
             rank = group_rank(self._layers[row].process_group)
             units = owned.owned.blocks_of(rank, owned.owned.slices).tolist()
-            require_sound(segment, {name: rows[self._layers[name]] for name in names}, units, self._modules)
+            of_layers = {name: rows[self._layers[name]] for name in names}
+            moving = {id(tensor.parameter) for tensor in owned.tensors}
+            require_sound(segment, of_layers, units, self._modules, moving)
             if segment.parts is not None:
                 self.with_given_parts.update(columns)
+        self._taken |= {id(tensor.parameter): owned.name for tensor in owned.tensors}
         for name in names:
             self._segments[name] = owned
             self._reasons.pop(name, None)
@@ -204,9 +215,11 @@ class _Search:
             raise StaysEven(f"{num_units} units are no whole groups of group_size={block}")
         if block > 1 and not segment.shared:
             raise StaysEven(f"group_size={block} needs the layers whose rows units share: name them by shared=")
-        if segment.divisible and not (segment.shared and len(segment.column) == 1 and not segment.dropouts):
-            raise StaysEven("divisible=True needs one layer of queries, keys and values by shared=, and no dropouts=")
-        slices = slices_of(num_units, self._num_ranks) if segment.divisible else 1
+        is_single = segment.shared and len(segment.column) == 1
+        if segment.divisible and not (is_single and not segment.dropouts and not segment.extra):
+            raise StaysEven("divisible=True needs one layer of queries, k and v by shared=, no dropouts=, no extra=")
+        has_lora = any(outer_name(name, self._modules) != name for name in (*columns, row))
+        slices = slices_of(num_units, self._num_ranks) if segment.divisible and not has_lora else 1
         owned = OwnershipMap.home(num_units * slices, self._num_ranks, block * slices, slices)
         num_here, names = min(owned.counts), (*columns, row)
         if left or not num_here:
@@ -222,6 +235,14 @@ class _Search:
             if of_layer * slices > 1 and len(rows) > 1:
                 raise StaysEven(f"{name} holds several parts, whose rows no units can share")
             tensors += self._tensors(name, rows, of_layer * slices, is_shared=is_shared)
+        tensors += self._tensors(row, (unit_size,), slices, is_shared=False)
+        units_here = len(owned.units_of(group_rank(self._layers[row].process_group)))
+        for given in segment.extra:
+            wanted, dim = (given, 0) if isinstance(given, str | nn.Parameter) else given
+            where = self._extra(wanted, dim, units_here)
+            if any(where.parameter is tensor.parameter for tensor in tensors):
+                raise StaysEven(f"extra: {where.name} is in it twice")
+            tensors.append(where)
         if len(self._layers[row].parts or ()) > 1:
             raise StaysEven(f"{row} reads several parts, parts={self._layers[row].parts}")
         if segment.min_units * slices > num_here:
@@ -234,7 +255,7 @@ class _Search:
             name=row,
             kind=segment.kind,
             layers=names,
-            tensors=(*tensors, *self._tensors(row, (unit_size,), slices, is_shared=False)),
+            tensors=tuple(tensors),
             owned=owned,
             quantum=quantum,
             min_units=-(-least // quantum) * quantum,  # so that all counts are multiples
@@ -269,11 +290,35 @@ class _Search:
         return tuple(part // num_units for part in parts)
 
     def _tensors(self, name: str, rows: tuple[int, ...], block: int, *, is_shared: bool) -> Iterator[UnitTensor]:
-        layer: Any = self._layers[name]
-        dim = 0 if layer.is_column_parallel != layer.weight_is_transposed else 1
-        yield UnitTensor(layer, "weight", f"{name}.weight", dim, rows, block, is_shared)
-        if layer.is_column_parallel and parameters_of(layer).get("bias") is not None:
-            yield UnitTensor(layer, "bias", f"{name}.bias", 0, rows, block, is_shared)
+        """Of a layer, and of LoRA's matrices around it."""
+        outer, layers = outer_name(name, self._modules), dict[str, Any]({name: self._layers[name]})
+        if outer != name:
+            layers |= {f"{outer}.{key}": matrix for key, matrix in matrices_of(self._modules[outer]).items()}
+        for of_layer, layer in layers.items():
+            dim = 0 if layer.is_column_parallel != layer.weight_is_transposed else 1
+            yield UnitTensor(layer, "weight", f"{of_layer}.weight", dim, rows, block, is_shared)
+            if layer.is_column_parallel and parameters_of(layer).get("bias") is not None:
+                yield UnitTensor(layer, "bias", f"{of_layer}.bias", 0, rows, block, is_shared)
+
+    def _extra(self, wanted: str | nn.Parameter, dim: int, units_here: int) -> UnitTensor:
+        """A parameter of a segment's units that is in no layer; at even shares this rank has so many of them."""
+        named = dict(self._model.named_parameters())
+        name = next((name for name, one in named.items() if one is wanted), wanted)
+        if not isinstance(name, str) or name not in named:
+            shown = repr(wanted) if isinstance(wanted, str) else f"a parameter of shape {tuple(wanted.shape)}"
+            raise StaysEven(f"extra: the model has no parameter {shown}; buffers of units are for on_change to set")
+        parameter, (holder, _, attribute) = named[name], name.rpartition(".")
+        owner, shape = self._modules[holder], tuple(parameter.shape)
+        if isinstance(owner, BalancedLinear):
+            raise StaysEven(f"extra: {name} is of a parallel layer: name that by column=, shared= or row=")
+        if is_dtensor(parameter):
+            raise StaysEven(f"extra: {name} is a DTensor, whose placements its forward would read: keep a plain tensor")
+        if not 0 <= dim < len(shape) or not shape[dim] or shape[dim] % units_here:
+            raise StaysEven(
+                f"extra: {name} has the shape {shape} on this rank, and dimension {dim} must hold equally many rows for"
+                f" each of the rank's {units_here} units"
+            )
+        return UnitTensor(owner, attribute, name, dim, (shape[dim] // units_here,))
 
     def _require_movable(self, name: str) -> None:
         layer: Any = self._layers[name]
@@ -311,6 +356,8 @@ class _Search:
 
     def _named_layer(self, layer: str | nn.Module, *, is_column: bool) -> str:
         """The name of a layer that the user names, by its name or itself."""
+        if isinstance(layer, nn.Module) or is_lora(self._modules.get(layer)):
+            layer = base_of(self._modules[layer] if isinstance(layer, str) else layer)
         if isinstance(layer, str) and layer not in self._modules:
             raise StaysEven(f"the model has no layer {layer!r}")
         if not isinstance(layer, str) and id(layer) not in self._names:
@@ -344,7 +391,8 @@ def _still_sound(
 def _stays_cut(where: UnitTensor, slices: int) -> bool:
     """Whether what ranks hold of a parameter stays: of torch's DTensors, and of shared rows, they may hold others."""
     layer = where.owner
-    is_known = layer.has_dtensors or (where.block > slices and isinstance(layer, ParallelLinear))
+    is_inner = not layer.is_converted or where.block > slices  # LoRA's matrices follow their layer
+    is_known = layer.has_dtensors or (is_inner and isinstance(layer, ParallelLinear))
     may_change = is_known and not layer.refused_at_home and len(layer.parts or ()) == 1
     return not may_change or layer.is_sharded_further(layer.weight) or layer.weight.is_meta
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zeroresize.comm.collectives import group_size
 from zeroresize.integrations.hosts import GATHERED, host_of, process_group_of
 from zeroresize.integrations.known_modules import StaysEven
+from zeroresize.integrations.lora import base_of, outer_name
 from zeroresize.integrations.module_state import restored
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.local_parts import local_of
@@ -45,7 +46,8 @@ def require_heads_on_ranks(model: nn.Module) -> None:
     for path, module in model.named_modules():
         sizes = (getattr(module, name, None) for name in ("head_dim", "attention_head_size"))
         size = next((value for value in sizes if isinstance(value, int)), 0)
-        for name, layer in module.named_children() if size else ():
+        for name, child in module.named_children() if size else ():
+            layer = base_of(child)
             ranks = _ranks_of_rows(layer) if _QKV.fullmatch(name) else 1
             heads, left = divmod(layer.out_features, size) if ranks > 1 else (0, 0)
             rows = [heads * size / ranks]
@@ -70,7 +72,11 @@ def _ranks_of_rows(layer: Any) -> int:
 
 
 def require_sound(
-    segment: Segment, rows: Mapping[str, Sequence[int]], units: Sequence[int], modules: Mapping[str, Any]
+    segment: Segment,
+    rows: Mapping[str, Sequence[int]],
+    units: Sequence[int],
+    modules: Mapping[str, Any],
+    moving: Collection[int],
 ) -> None:
     """Check of somebody's word what can be seen without running the model.
 
@@ -79,6 +85,7 @@ def require_sound(
             unit in each part.
         units: of this rank, at even shares.
         modules: of the model, by name.
+        moving: the parameters that move along, by ``id``.
     """
     parts = _parts(list(rows), modules)
     holders = [module for module, _ in parts.values() if not type(module).__module__.startswith("torch.")]
@@ -100,10 +107,10 @@ def require_sound(
         for attribute, tensor in (vars(module) | parameters_of(module) | buffers_of(module)).items():
             shape = list(local_of(tensor).shape) if isinstance(tensor, Tensor) else []
             suspects = [size for size in of_units - others if shape.count(size) == 1]
-            if suspects and not _follows(segment, units, module, attribute, holder):
+            if suspects and id(tensor) not in moving and not _follows(segment, units, module, attribute, holder):
                 remedy = "on_change must set it for the units that it is called with"
                 if tensor.requires_grad:
-                    remedy = "parameters beside the layers do not move along: leave the segment out, and it stays even"
+                    remedy = "parameters beside the layers move along if named by extra=: do, or leave the segment out"
                 raise StaysEven(
                     f"{name}.{attribute}, of shape {shape}, seems to be of the {suspects[0]} units, heads or features "
                     f"that a rank has, and does not follow them: {remedy}"
@@ -165,7 +172,7 @@ def _parts(layers: Sequence[str], modules: Mapping[str, Any]) -> dict[str, tuple
 
     Each by its name, with whether it holds layers.
     """
-    paths = [name.split(".")[:-1] for name in layers]
+    paths = [outer_name(name, modules).split(".")[:-1] for name in layers]
     common = 0
     while all(len(path) > common for path in paths) and len({path[common] for path in paths}) == 1:
         common += 1

@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from zeroresize.comm.collectives import group_rank
 from zeroresize.integrations.changed_modules import own_hooks_off
 from zeroresize.integrations.known_modules import is_elementwise_function, is_elementwise_module, name_of_function
+from zeroresize.integrations.lora import base_of, outer_name
 from zeroresize.integrations.module_state import nothing_kept
 from zeroresize.integrations.traced_segments import ForwardTracer, arguments_of
 from zeroresize.integrations.unit_proof import WatchedFunctions
@@ -80,7 +81,7 @@ def require_right_parts(
 
 def _cuts_of(name: str, layer: Any, modules: Mapping[str, nn.Module]) -> tuple[dict[str, set[int]], str | None]:
     """Which operations cut a layer's output into blocks, with the ends of these, and one that cuts every head."""
-    holder = name
+    holder = outer_name(name, modules)
     for _ in range(_MOST_HOLDERS):
         holder = holder.rpartition(".")[0]
         readings: list[_Reading] = []
@@ -158,7 +159,7 @@ class _Reading(ForwardTracer):
         return self._taken(function, result, whole) if isinstance(result, Tensor) else result
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if m is self._layer:
+        if base_of(m) is self._layer:
             self.was_called = True
             return self._whole(torch.empty(*self._batch, self._size))
         if args and id(args[0]) in self._wholes:

@@ -23,6 +23,7 @@ from torch import Tensor, fx, nn
 
 from zeroresize.integrations.changed_modules import own_hooks_off, why_changed
 from zeroresize.integrations.known_modules import is_elementwise_function, is_elementwise_module, name_of_function
+from zeroresize.integrations.lora import base_of
 from zeroresize.integrations.module_state import in_mode, nothing_kept
 from zeroresize.integrations.unit_proof import MixesUnitsError, Stimulus, WatchedFunctions, require_unmixed
 from zeroresize.layers.balanced_linear import BalancedLinear
@@ -109,7 +110,7 @@ class ForwardTracer(fx.Tracer):
         self._holding = holding
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if isinstance(m, BalancedLinear) or is_elementwise_module(m):
+        if isinstance(base_of(m), BalancedLinear) or is_elementwise_module(m):
             return True
         if self._holding is not None and all(self._holding is not module for module in m.modules()):
             return True
@@ -168,7 +169,7 @@ class _StimulatedTracer(ForwardTracer):
         )
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        columns = self._columns_in((args, kwargs))
+        m, columns = base_of(m), self._columns_in((args, kwargs))
         if m in self._stimulus.columns and not columns:
             return self._following(self._stimulus.output_of(m), frozenset((m,)))
         if m is self._stimulus.row:

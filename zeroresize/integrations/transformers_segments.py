@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from zeroresize.integrations.changed_modules import remembered_by, why_changed, why_hooked
 from zeroresize.integrations.known_modules import SegmentAdapter, StaysEven, is_elementwise_module, register_by_name
+from zeroresize.integrations.lora import base_of, of_bases
 from zeroresize.integrations.module_state import in_mode
 from zeroresize.integrations.unit_proof import (
     MixesUnitsError,
@@ -80,8 +81,9 @@ def _encoder_layer(module: Any) -> Segment | None:
 
 def _llama_attention(module: Any) -> Segment:
     groups, head_size = getattr(module, "num_key_value_groups", 1), module.head_dim
-    if isinstance(module.o_proj, BalancedLinear) and isinstance(module.k_proj, BalancedLinear):
-        groups, left = divmod(module.o_proj.whole_size, module.k_proj.whole_size)  # what the module says follows heads
+    o_proj, k_proj = base_of(module.o_proj), base_of(module.k_proj)
+    if isinstance(o_proj, BalancedLinear) and isinstance(k_proj, BalancedLinear):
+        groups, left = divmod(o_proj.whole_size, k_proj.whole_size)  # what the module says follows heads
         if left:
             raise StaysEven("its queries' features are no multiple of its keys'")
 
@@ -302,12 +304,13 @@ def _checked(adapter: Callable[[Any], Segment | None]) -> SegmentAdapter:
             segment = adapter(module)
         except AttributeError as error:
             raise StaysEven(f"{type(module).__name__} is not as transformers 4.51 and 5.24 have it: {error}") from error
-        if segment is None or not all(isinstance(layer, BalancedLinear) for layer in segment.layers):
+        if segment is None or not all(isinstance(base_of(layer), BalancedLinear) for layer in segment.layers):
             return segment
+        segment = of_bases(segment)
         holders = [module.intermediate, module.output] if hasattr(module, "intermediate") else [module]
         parts = [part for holder in holders for part in holder.modules()]
         for part in parts:
-            if not isinstance(part, BalancedLinear) and (hooked := why_hooked(part)) is not None:
+            if not isinstance(part, BalancedLinear) and (hooked := why_hooked(part, is_whole=True)) is not None:
                 raise StaysEven(f"{type(part).__name__} {hooked}")
         if not any(map(_is_read, parts)):
             _require_unmixed(module, segment)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from zeroresize.integrations.changed_modules import own_hooks_off
+from zeroresize.integrations.lora import wrappers_in
 from zeroresize.integrations.module_state import nothing_kept
 from zeroresize.layers.divided_heads import Division, marked, whole_heads
 from zeroresize.layers.shared_rows import Span
@@ -230,7 +231,7 @@ def _call_with(stimulus: Stimulus, module: nn.Module, call: Call, tell: Tell | N
         stimulus.record(x)
         raise _Reached
 
-    row = stimulus.row
+    row, wrappers = stimulus.row, wrappers_in(module)  # what LoRA adds is of the units, as what it is added to
     x = torch.ones(*_BATCH, row.even_shape[0], dtype=torch.float64, device=stimulus.device)
     is_compiled = any(map(is_compiled_module, module.modules()))
     eagerly = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
@@ -240,8 +241,8 @@ def _call_with(stimulus: Stimulus, module: nn.Module, call: Call, tell: Tell | N
         if tell is not None:
             tell(list(range(len(stimulus.units))))
         for layer in stimulus.columns:
-            vars(layer)["forward"] = lambda *_, layer=layer: stimulus.output_of(layer)
-        vars(row)["forward"] = read
+            vars(wrappers.get(layer, layer))["forward"] = lambda *_, layer=layer: stimulus.output_of(layer)
+        vars(wrappers.get(row, row))["forward"] = read
         with suppress(_Reached):
             call(x)
 

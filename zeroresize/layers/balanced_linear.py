@@ -113,6 +113,8 @@ class BalancedLinear:
             contiguously; None where the weights are somebody else's, who may have split them in any way.
         refused_at_home: methods of its DTensors that look at placements, which tell too little of this packed layer.
         weight_is_transposed: whether ``weight`` is [K, N] and :attr:`local_weight` a view of it.
+        extra: of a row-parallel layer, which parameters besides those of layers belong to its segment's units: owner,
+            attribute, dimension of the units, and its size in the undivided model. Copies of a model know their own.
     """
 
     is_column_parallel: ClassVar[bool]
@@ -125,6 +127,7 @@ class BalancedLinear:
     begins: tuple[int, ...] = ()
     block: int = 1
     shared_rows: SharedRows | None = None
+    extra: tuple[tuple[Any, str, int, int], ...] = ()
     num_sequences: int = 1
     refused_at_home: tuple[str, ...] = ()
     plan: LayerPlan | None

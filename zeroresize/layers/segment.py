@@ -51,13 +51,18 @@ class Segment:
         divisible: whether several ranks may hold one unit, and each compute some tokens. Units are heads then: of x
             [B, S, K] the layer of ``column`` makes queries and those of ``shared`` keys and values, sequences are
             independent, and torch's ``scaled_dot_product_attention`` is called with queries [B, heads, S, head_size].
+        extra: further parameters that belong to the units, such as attention sinks, gates, a scale for each head: their
+            names in the model, or themselves; or (parameter, dim) with the dimension, 0 where none is given, that holds
+            equally many rows for each unit that this rank owns, in the units' order; at even shares the rank's part.
+            They travel with gradients and optimizer state, are clipped and saved as shards, and may be frozen.
         kind: what a unit is, as reports name it: ``"neurons"``, ``"heads"``.
         dropouts: dropout modules between the layers, each with the dimension of its input that holds the units.
         has_other_dropout: whether something between the layers drops elements by random numbers of its own, so that
             which ones depends on the rank.
 
     Raises:
-        ValueError: if ``column`` is no list of layers.
+        ValueError: if ``column`` is no list of layers; from ``convert`` for ``extra`` that is no plain parameter of the
+            model's, has other rows, or is in a parallel layer, another segment or several places.
     """
 
     column: Sequence[str | nn.Module]
@@ -74,6 +79,7 @@ class Segment:
     head_size: int | None = None
     why_even: Callable[[], str | None] | None = None
     divisible: bool = False
+    extra: Sequence[str | nn.Parameter | tuple[str | nn.Parameter, int]] = ()
 
     @property
     def layers(self) -> tuple[str | nn.Module, ...]:
@@ -203,7 +209,7 @@ class OwnedSegment:
             wanted = [len(where.held(home, rank)) * sum(where.rows) for rank in ranks]
             return wanted != [where.owner.home_shape_on(rank)[where.owner.divided_dim] for rank in ranks]
 
-        return [where for where in self.tensors if is_cut(where)]
+        return [where for where in self.tensors if hasattr(where.owner, "home_shape_on") and is_cut(where)]
 
     def follow(self, rank: int) -> None:
         """Let what lies between the layers follow what ``rank``, this one, owns now."""

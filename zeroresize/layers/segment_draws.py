@@ -22,7 +22,7 @@ from zeroresize.layers.segment import OwnedSegment
 from zeroresize.utils.hashing import mixed
 
 #: Streams of which it is known what lies behind them, for forwards that are computed again.
-_REMEMBERED = 1024
+_REMEMBERED = 4096
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def follow_draws(segment: OwnedSegment, *, is_column_parallel: bool, device: tor
             _begin(_drawn(), states, frozenset([id(segment)]), False, generators)
         return
     segments = stream.segments | {id(segment)} if is_column_parallel else stream.segments - {id(segment)}
-    if segments == stream.segments:
+    if segments == stream.segments and not is_column_parallel:  # what reads x there may have drawn for its own units
         return
     has_drawn = stream.has_drawn or (0 in segment.owned.counts and not _are_forced)  # who has no units draws nothing
     has_drawn = has_drawn or not all(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroresize.comm.collectives import all_gather
 from zeroresize.layers.local_parts import local_of
 from zeroresize.utils.torch_private import is_dividing, is_dtensor, parameters_of
 
@@ -67,6 +68,28 @@ def part_of_rank(
         for part, size in zip(tensor.detach().split(list(parts), dim), parts, strict=True)
     ]
     return torch.cat(pieces, dim)
+
+
+def whole_of_ranks(local: Tensor, dim: int, layer: Any) -> Tensor:
+    """Return the whole tensor of which each rank holds its part at home, along ``dim``, by ``layer``; collective."""
+    home, begins, by_row = layer.home, layer.begins, local.detach().movedim(dim, 0)
+    sizes = [layer.home_shape_on(rank)[layer.divided_dim] for rank in range(len(home))]
+    parts = parts_of(layer)
+    padded = by_row.new_zeros(max(sizes), *by_row.shape[1:])
+    padded[: len(by_row)] = by_row
+    whole = by_row.new_empty(sum(parts), *by_row.shape[1:])
+    for rank, rows in enumerate(all_gather(padded, layer.process_group)):
+        begin, num_units = place_of_rank(home, rank, begins)
+        counts = [size * home[rank] // num_units for size in parts]
+        for of_part, piece in zip(whole.split(list(parts)), rows[: sizes[rank]].split(counts), strict=True):
+            of_part[len(of_part) * begin // num_units :][: len(piece)] = piece
+    return whole.movedim(0, dim).contiguous()  # as files want it
+
+
+def parts_of(layer: Any) -> tuple[int, ...]:
+    """Return the sizes of the parts that a layer's whole weight is packed of, along what is divided."""
+    num_parts = getattr(layer.weight, "partition_stride", 1)  # as Megatron-Core marks it
+    return layer.parts or (layer.whole_size // num_parts,) * num_parts
 
 
 def place_of_rank(home: Sequence[int], rank: int, begins: Sequence[int] = ()) -> tuple[int, int]:

@@ -95,3 +95,4 @@ def _of(layer: Any) -> Iterable[tuple[Tensor, bool]]:
         # The norm of a DTensor is that of all ranks.
         is_shard = layer.is_column_parallel or "bias" not in name.split(".")
         yield parameter, is_shard and not layer.has_dtensors
+    yield from ((getattr(owner, name), True) for owner, name, *_ in layer.extra)

@@ -159,9 +159,10 @@ def measure_copies(segment: OwnedSegment, process_group: ProcessGroup) -> list[f
         for where in segment.tensors:
             if where.block > 1 and where.parameter.requires_grad and are_blocks == (where.block > segment.owned.slices):
                 sizes[where.owner] += where.elements_of_unit
-        messages = [(layer.num_forwards - layer.num_recomputations, size, layer) for layer, size in sizes.items()]
+        row = segment.modules[-1]  # which is called as often as the others; LoRA's matrices are not counted anew
+        times = row.num_forwards - row.num_recomputations
         few_s, many_s = (
-            sum(times * _sum_s(number * size, layer, process_group) for times, size, layer in messages)
+            sum(times * _sum_s(number * size, layer, process_group) for layer, size in sizes.items())
             for number in (1, _MANY)
         )
         # Once more as the step begins, in one message of all segments.

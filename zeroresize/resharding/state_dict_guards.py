@@ -10,16 +10,20 @@ import inspect
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from zeroresize.comm.collectives import group_rank
+from zeroresize.integrations.lora import base_of, is_lora, why_not_whole
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment
+from zeroresize.layers.splitting import whole_of_ranks
 from zeroresize.optim.optimizers import torch_optimizer
+from zeroresize.resharding.agreement import agreed, make_alike, meet_over
 from zeroresize.utils.torch_private import buffers_of, is_dtensor, parameters_of
 from zeroresize.utils.torch_state import remove_all
 
@@ -35,37 +39,55 @@ _LOADING = (
 
 
 def guard_modules(segments: Iterable[OwnedSegment]) -> None:
-    """Let modules that hold a segment's parameters save and load no state while units are away; copies of them, too."""
+    """Let layers that hold a segment's parameters save and load no state while units are away; copies of them, too."""
     for segment in segments:
-        for owner in {id(tensor.owner): tensor.owner for tensor in segment.tensors}.values():
+        owners: set[Any] = {tensor.owner for tensor in segment.tensors if isinstance(tensor.owner, BalancedLinear)}
+        for owner in owners:
             owner.register_state_dict_pre_hook(_before_saving)
             owner.register_load_state_dict_pre_hook(_before_loading)
 
 
 def guard_save_pretrained(model: nn.Module) -> None:
-    """Let no module in ``model`` write its shards by ``save_pretrained``, unless given whole tensors; copies too."""
+    """Let nothing write shards by ``save_pretrained``, or LoRA merge into layers whose units are away; copies too."""
     for module in model.modules():
+        # Methods: that of a copy is the copy's.
         if callable(getattr(type(module), "save_pretrained", None)):
-            # A method: that of a copy is the copy's.
             vars(module)["save_pretrained"] = types.MethodType(_save_pretrained, module)
+        if is_lora(module) and isinstance(base_of(module), BalancedLinear):
+            vars(module)["merge"] = types.MethodType(_merge, module)
+
+
+def _merge(wrapper: Any, *args: Any, **options: Any) -> Any:
+    layer: Any = wrapper.base_layer
+    if (division := _uneven(layer)) is not None:
+        raise RuntimeError(
+            f"merge() of LoRA into {layer.name_in_model}, which {division}: merge with all units at home, `with "
+            "balancer.at_home(): ...` on every rank of the group"
+        )
+    if layer.has_dtensors:
+        why = "whose weight is a DTensor, to which PEFT cannot add: save the adapter, and merge in the undivided model"
+        raise RuntimeError(f"merge() of LoRA into {layer.name_in_model}, {why}")
+    return type(wrapper).merge(wrapper, *args, **options)
 
 
 def _save_pretrained(model: Any, *args: Any, **options: Any) -> Any:
     save = type(model).save_pretrained
     bound = inspect.signature(save).bind(model, *args, **options)
-    state = bound.arguments.get("state_dict")
+    state = bound.arguments.get("state_dict", options.get("state_dict"))
     shard = None if state is None else _first_shard_in(state, model)
     layers = [module for module in model.modules() if isinstance(module, BalancedLinear)]
-    if state is None and all(layer.has_dtensors for layer in layers):
+    is_peft = save.__module__.startswith("peft.")
+    if state is None and (is_peft or all(layer.has_dtensors for layer in layers)):
         uneven = next(filter(None, map(_uneven, layers)), None)
         if uneven is not None:
             raise RuntimeError(f"{type(model).__name__}.save_pretrained(): a layer {uneven}, {_SAVING}")
+        if layers and is_peft:
+            return _save_adapters(model, layers[0], partial(save, model, *args, **options), bound.arguments)
         if layers and not _gathers_dtensors(save):
             state = model.state_dict()
             whole = {name: tensor.full_tensor() if is_dtensor(tensor) else tensor for name, tensor in state.items()}
             bound.arguments["state_dict"] = whole
-            is_writer = group_rank(layers[0].process_group) == 0
-            return save(*bound.args, **bound.kwargs) if is_writer else None
+            return save(*bound.args, **bound.kwargs) if group_rank(layers[0].process_group) == 0 else None
     elif state is None or shard is not None:
         raise RuntimeError(
             f"{type(model).__name__}.save_pretrained() would write this rank's shards of the layers as if they were "
@@ -74,6 +96,47 @@ def _save_pretrained(model: Any, *args: Any, **options: Any) -> Any:
             "that into the model that is not split, and save it there; or pass whole tensors as state_dict="
         )
     return save(model, *args, **options)
+
+
+def _save_adapters(model: Any, layer: Any, save: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Let the first rank save a model's adapters at home, as PEFT does, with whole tensors; collective."""
+    if any(hasattr(module, "_tp_info") for module in model.modules()):
+        text = "gathers of all ranks what is whole already, as with transformers 5.4 to 5.16: use 5.24"
+        raise RuntimeError(f"{type(model).__name__}.save_pretrained() {text}, or zeroresize.sharded_state_dict")
+    if (why := why_not_whole(model)) is not None:
+        raise RuntimeError(f"{type(model).__name__}.save_pretrained() would write a rank's part as the whole: {why}")
+    state = model.state_dict()
+    meet = meet_over(layer.process_group, layer.local_weight.device)
+    names = make_alike(meet, lambda: _names_in_adapters(model, state, arguments), list, "what adapters' files hold")
+    layers = dict(model.named_modules(remove_duplicate=False))
+    whole = {name: _whole(state[name], layers.get(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names}
+    is_writer = group_rank(layer.process_group) == 0
+    agreed(meet, lambda: save(state_dict=whole) if is_writer else None, what="adapters' files")
+
+
+def _names_in_adapters(model: Any, state: Mapping[str, Any], arguments: Mapping[str, Any]) -> Sequence[str]:
+    """Of all that a model holds what PEFT would write, chosen of numbers that stand for these."""
+    choose: Any = sys.modules["peft"].get_peft_model_state_dict
+    numbers = {name: torch.tensor(number) for number, name in enumerate(state)}
+    embeddings = arguments.get("save_embedding_layers", "auto")
+    wanted = {
+        int(number)
+        for adapter in arguments.get("selected_adapters") or model.peft_config
+        if adapter in model.peft_config
+        for number in choose(model, numbers, adapter, save_embedding_layers=embeddings).values()
+        if number.dim() == 0
+    }
+    return [name for number, name in enumerate(state) if number in wanted]
+
+
+def _whole(tensor: Any, layer: Any, key: str) -> Any:
+    """What all ranks hold together at home of a tensor, by that name in its layer; collective."""
+    if is_dtensor(tensor):
+        return tensor.full_tensor()
+    if not isinstance(layer, BalancedLinear) or not (key == "weight" or layer.is_column_parallel):
+        return tensor
+    dim = layer.divided_dim ^ layer.weight_is_transposed if key == "weight" else 0
+    return whole_of_ranks(tensor, dim, layer)
 
 
 def _gathers_dtensors(save: Any) -> bool:

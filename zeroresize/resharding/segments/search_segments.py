@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import all_gather, group_rank, group_size, message_device
+from zeroresize.comm.collectives import group_rank, group_size, message_device
 from zeroresize.integrations.find_segments import find_segments
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.local_parts import METHODS, guard_dtensors
 from zeroresize.layers.segment import OwnedSegment, Segment, UnitTensor, held_at_home
 from zeroresize.layers.segments import owned_segments
-from zeroresize.layers.splitting import part_of_rank
+from zeroresize.layers.splitting import part_of_rank, whole_of_ranks
 from zeroresize.layers.unit_dropout import why_not_keyable
 from zeroresize.optim.shared_gradients import hand_out_gradients
 from zeroresize.resharding.agreement import gather_texts, make_alike, meet_over
@@ -55,11 +55,16 @@ def search_segments(
     _hold_whole_units([each for each in segments if each.cut], process_group)
     reasons = why_not_keyable(unwrap(model), segments)
     for segment in segments:
+        segment.modules[-1].extra = tuple(
+            (where.owner, where.attribute, where.dim, sum(where.rows) * len(segment.owned.owners))
+            for where in segment.tensors
+            if not isinstance(where.owner, BalancedLinear)
+        )
         if segment.name in reasons:
             staying_even |= dict.fromkeys(segment.layers, reasons[segment.name])
             continue
-        for name in segment.layers:
-            layers[name].segment = segment
+        for owner in (tensor.owner for tensor in segment.tensors if isinstance(tensor.owner, BalancedLinear)):
+            owner.segment = segment
     guard_modules(segment for segment in segments if segment.name not in reasons)
     for name, reason in staying_even.items():
         layers[name].stays_even = reason
@@ -96,12 +101,7 @@ def _whole(where: UnitTensor, process_group: ProcessGroup) -> Tensor:
     if is_dtensor(parameter):
         whole: Tensor = parameter.full_tensor()
         return whole
-    sizes = [where.owner.home_shape_on(rank)[where.owner.divided_dim] for rank in range(group_size(process_group))]
-    by_row = parameter.detach().movedim(where.dim, 0)
-    padded = by_row.new_zeros(max(sizes), *by_row.shape[1:])
-    padded[: len(by_row)] = by_row
-    parts = [part[:size] for part, size in zip(all_gather(padded, process_group), sizes, strict=True)]
-    return torch.cat(parts).movedim(0, where.dim)
+    return whole_of_ranks(parameter, where.dim, where.owner)
 
 
 def tell_waiting_ranks(error: Exception, process_group: ProcessGroup, device: torch.device) -> None:

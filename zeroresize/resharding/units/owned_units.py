@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -17,7 +18,7 @@ from zeroresize.comm.collectives import group_rank, group_size
 from zeroresize.comm.exchange import Meet
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.local_parts import local_of
-from zeroresize.layers.segment import OwnedSegment
+from zeroresize.layers.segment import OwnedSegment, UnitTensor
 from zeroresize.layers.segments import owned_segments, segment_works
 from zeroresize.layers.weight_checks import is_sharded_in
 from zeroresize.optim.independence import steps_by_place, why_not_elementwise
@@ -30,6 +31,7 @@ from zeroresize.resharding.data_parallel import DataParallelReplicas
 from zeroresize.resharding.parameter_state import why_of_fixed_size
 from zeroresize.resharding.replaced_parts import ReplacedParts
 from zeroresize.resharding.units.moving_units import bytes_of_units, contents_of, move_units
+from zeroresize.utils.hashing import fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +169,19 @@ class OwnedUnits:
         return checked
 
     def agree(self) -> None:
-        """Agree that where units of one rank cannot move or be divided, those of no rank can; collective."""
+        """Agree that where units of one rank cannot move or be divided, those of no rank can; collective.
+
+        What segments name by ``extra`` must be of single units: not the same on all ranks, unless for all units.
+        """
+        tensors = (where for segment in self.segments for where in segment.tensors)
+        extra = [where for where in tensors if not isinstance(where.owner, BalancedLinear)]
+        table = self.meet(0.0, *(_print_of(where, self._rank) for where in extra)) if extra else ()
+        for where, prints in zip(extra, list(zip(*table, strict=False))[1:], strict=False):
+            if len(set(prints)) == 1:
+                raise ValueError(
+                    f"extra: {where.name} is the same on all ranks: what is named there must hold rows of this rank's "
+                    "units alone"
+                )
         reasons = self.why_not_divisible, self.why_not_stepped, self.why_not_movable
         self.why_not_divisible, self.why_not_stepped, self.why_not_movable = gather_reasons(self.meet, *reasons)
         if self.why_not_divisible is not None and not (self.is_home and self._name_apart is None):
@@ -348,6 +362,14 @@ class OwnedUnits:
         except (ValueError, RuntimeError, AttributeError) as error:
             return str(error)
         return None
+
+
+def _print_of(where: UnitTensor, rank: int) -> float:
+    """A fingerprint of the rows of a rank's units; one that no other rank has where all units' are alike."""
+    units = where.parameter.detach().movedim(where.dim, 0).unflatten(0, (-1, sum(where.rows)))
+    if torch.equal(units, units[:1].expand_as(units)):
+        return float(rank)
+    return fingerprint(units.cpu().contiguous().view(torch.uint8).numpy().tobytes())
 
 
 def divide_units(units: OwnedUnits, shares: Sequence[float]) -> None:

@@ -202,6 +202,8 @@ def _divisions(number: int, layer: nn.Module, segments: Iterable[Segment]) -> di
             raise ValueError(
                 f"{title}: shared= is not allowed in strategies: name a key's head with all its queries a unit"
             )
+        if segment.extra:
+            raise ValueError(f"{title}: extra= is not allowed in strategies")
         if segment.unit_size < 1 or row.in_features % segment.unit_size:
             raise ValueError(
                 f"{title}: the {row.in_features} input features of {row_name} are no units of "
