@@ -172,7 +172,7 @@ def cheap_moves(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def copies_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of models so small that sums of gradients would take longer than products, heads move one by one."""
-    monkeypatch.setattr("zeroresize.control.mover.measure_copies", lambda *_: [0.0] * 4)
+    monkeypatch.setattr("zeroresize.control.mover.measure_copies", lambda *_: [0.0] * 5)
 
 
 @pytest.fixture
