@@ -48,7 +48,7 @@ def test_whole_groups_stay_whole_where_an_optimizer_comes_later(rank, group):
 
 @on_ranks(2)
 def test_groups_that_are_dear_to_take_apart_stay_whole_also_in_resumed_runs(rank, group, *, monkeypatch):
-    monkeypatch.setattr("zeroresize.control.mover.measure_copies", lambda *_: [0.0, 1.0, 0.0, 0.0])
+    monkeypatch.setattr("zeroresize.control.mover.measure_copies", lambda *_: [0.0, 1.0, 0.0, 0.0, 0.0])
     model = heads.divided(group, 2)
     optimizer, balancer = balancer_of(model, group)
     train(model, optimizer, 1, zr.clip_grad_norm_, balancer.step)
