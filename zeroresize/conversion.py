@@ -43,6 +43,7 @@ from zeroresize.resharding.segments.search_segments import (
     summary_of_segments,
     tell_waiting_ranks,
 )
+from zeroresize.resharding.sharded_optimizer import sharded_optimizer
 from zeroresize.resharding.state_dict_guards import guard_save_pretrained
 from zeroresize.resharding.units.owned_units import OwnedUnits, divide_units, require_segments
 from zeroresize.utils.checked import checked
@@ -316,6 +317,8 @@ def _divide(
     require_segments(shares, owned_segments(layers))
     meet = meet_over(process_group, device)
     numbers = measure_wanted_shares(shares, layers, process_group, meet)
+    if sharded_optimizer(optimizer) is not None:
+        raise ValueError("shares= with an optimizer that is sharded over replicas: have a Balancer divide the units")
     units = OwnedUnits(model, layers, optimizer, process_group, meet=meet)
     units.agree()
     divide_units(units, checked_shares(numbers, group_size(process_group)))

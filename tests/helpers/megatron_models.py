@@ -17,6 +17,7 @@ VOCABULARY, LENGTH, BATCH, WIDTH = 64, 8, 4, 32
 def megatron_on_cpu(tensor_parallel, seed=0, **sizes):
     """Megatron-Core's process groups over all ranks of the job, and its answers from CUDA, while the block lasts."""
     from megatron.core import parallel_state
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel import random as of_megatron
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
@@ -42,12 +43,23 @@ def megatron_on_cpu(tensor_parallel, seed=0, **sizes):
         kind = tensor_type(tensor, *given, **options)
         return kind.replace("torch.", "torch.cuda.") if isinstance(kind, str) else kind
 
+    put = DistributedOptimizer._set_main_param_and_optimizer_states
+
     patches = [
+        # It loads what TransformerEngine's Adam keeps, which counts steps elsewhere.
+        mock.patch.object(
+            DistributedOptimizer,
+            put.__name__,
+            lambda optimizer, weight, tensors: put(optimizer, weight, {"step": None, **tensors}),
+        ),
         mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
+        mock.patch.object(torch.cuda, "current_stream", lambda *_: None),
+        mock.patch.object(torch.cuda, "synchronize", lambda *_: None),
         mock.patch.object(of_megatron.CudaRNGStatesTracker, "fork", lambda self, *_: contextlib.nullcontext()),
         mock.patch.object(of_megatron, "_get_all_rng_states", lambda: (torch.get_rng_state(), None, {})),
         mock.patch.object(of_megatron, "_set_all_rng_states", lambda state, *_: torch.set_rng_state(state)),
         mock.patch.object(torch.Tensor, "type", type_on_cuda),
+        mock.patch.object(torch.Tensor, "cuda", lambda tensor: tensor),
         mock.patch.object(WrappedTorchNorm, "__new__", norm_of_a_sequence),
         *(
             mock.patch.object(torch, name, on_cpu(getattr(torch, name)))
@@ -175,3 +187,59 @@ def sum_partial_gradients(model, group):
         is_of_heads = name.split(".")[-2] in ("q_layernorm", "k_layernorm")
         if (is_of_heads or getattr(parameter, "sequence_parallel", False)) and parameter.grad is not None:
             dist.all_reduce(parameter.grad, group=group)
+
+
+def learner(model, *, overlaps=False, is_divided=False, lr=1e-3, eps=1e-5, bucket_size=None, **options):
+    """Megatron-Core's DistributedDataParallel of a model, and its optimizer, which clips; in parts or not."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    is_half = next(model.parameters()).dtype == torch.bfloat16
+    of_wrapper = DistributedDataParallelConfig(
+        overlap_grad_reduce=overlaps,
+        use_distributed_optimizer=is_divided,
+        grad_reduce_in_fp32=is_half,
+        bucket_size=bucket_size,
+        overlap_param_gather=options.get("overlap_param_gather", False),
+    )
+    wrapped = DistributedDataParallel(model.config, of_wrapper, model)
+    given = {"optimizer": "adam", "lr": lr, "adam_eps": eps, "weight_decay": 0.1, "clip_grad": 0.5, "bf16": is_half}
+    given["decoupled_lr"] = lr  # embeddings are a group of their own
+    config = OptimizerConfig(**given | {"use_distributed_optimizer": is_divided} | options)
+    return wrapped, get_megatron_optimizer(config, [wrapped], use_gloo_process_groups=False)
+
+
+def update(wrapped, optimizer, step, replica, num_replicas, micro_batches=2):
+    """One update by micro-batches of a replica; returns their losses."""
+    from megatron.core.distributed import finalize_model_grads
+
+    wrapped.zero_grad_buffer()
+    optimizer.zero_grad()
+    losses = []
+    for number in range(micro_batches):
+        is_last = number == micro_batches - 1
+        with contextlib.nullcontext() if is_last else wrapped.no_sync():
+            loss = loss_of(wrapped.module, (step * micro_batches + number) * num_replicas + replica)
+            loss.backward()
+        losses.append(loss.item())
+    finalize_model_grads([wrapped])
+    succeeded, *_ = optimizer.step()
+    assert succeeded
+    return losses
+
+
+def undivided_run(config, steps, num_replicas, micro_batches=2, **options):
+    """Of the undivided model, by torch's optimizer and clipping: whole weights before and after, losses by step."""
+    model = gpt(config, parallel_output=False, **options)
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5, weight_decay=0.1)
+    losses = []
+    for step in range(steps):
+        for number in range(micro_batches * num_replicas):
+            loss = loss_of(model, step * micro_batches * num_replicas + number)
+            (loss / num_replicas).backward()
+            losses.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return before, dict(model.named_parameters()), losses

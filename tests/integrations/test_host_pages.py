@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from helpers.dtensor_models import mesh_of
+from helpers.megatron_models import megatron_on_cpu
 from helpers.transformers_models import as_rank
 from torch import nn
 
@@ -202,3 +203,78 @@ def test_trainer(run_ranks, tmp_path, monkeypatch):
     assert losses == losses_1 and len(losses) == 8 and losses[-1] < losses[0]
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "trained").config.vocab_size == 64
     assert (tmp_path / "run" / "checkpoint-4" / "zeroresize").is_dir()
+
+
+@pytest.mark.hosts
+@pytest.mark.filterwarnings("ignore")
+def test_megatron(run_ranks, tmp_path, monkeypatch):
+    pytest.importorskip("megatron.core.tensor_parallel.layers")
+    from megatron.core import dist_checkpointing, parallel_state
+
+    names = names_of("megatron.md")
+    moves_in(monkeypatch, names, {2: (3, 1), 4: (1, 3), 6: (3, 1)})
+
+    def check(rank, group):
+        with megatron_on_cpu(2):
+            replica, losses = parallel_state.get_data_parallel_rank(), names["main"](str(tmp_path))
+        with megatron_on_cpu(1), monkeypatch.context() as alone:
+            wrapped, _ = names["build"]()  # whose gradients are those of all words
+            model, expected = wrapped.module, []
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            for number in range(16):
+                for of_replica in range(2):
+                    alone.setattr(parallel_state, "get_data_parallel_rank", lambda of_replica=of_replica: of_replica)
+                    alone.setattr(parallel_state, "get_data_parallel_world_size", lambda: 2)
+                    words, positions, mask, labels = names["batch"](number)
+                    with wrapped.no_sync():
+                        loss = model(words, positions, mask, labels=labels).mean()
+                        loss.backward()
+                    expected += [loss.item()] if of_replica == replica else []
+                if number % 2:
+                    for weight in model.parameters():
+                        weight.grad = weight.main_grad / 2
+                    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    wrapped.zero_grad_buffer()
+            assert losses == pytest.approx(expected, abs=1e-5)
+            learned = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+            torch.manual_seed(1)
+            for weight in model.parameters():
+                weight.data.normal_()
+            state = {"model": model.sharded_state_dict(metadata={"dp_cp_group": wrapped.dp_cp_group})}
+            model.load_state_dict(dist_checkpointing.load(state, str(tmp_path))["model"])
+            for name, weight in model.named_parameters():
+                torch.testing.assert_close(weight, learned[name], rtol=0.0, atol=1e-5, msg=name)
+
+    run_ranks(check, 4)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_deepspeed(run_ranks, tmp_path, monkeypatch):
+    pytest.importorskip("deepspeed")
+    from helpers.deepspeed_models import as_deepspeed_rank
+
+    names = names_of("deepspeed.md")
+    moves_in(monkeypatch, names, {2: (3, 1), 6: (1, 3)})
+    torch.manual_seed(0)
+    config = names["transformers"].LlamaConfig(**names["SIZES"], num_hidden_layers=2, vocab_size=64)
+    whole = names["transformers"].LlamaForCausalLM(config)
+    optimizer, expected = torch.optim.AdamW(whole.parameters(), lr=1e-3), []
+    for step in range(8):
+        for number in range(2):
+            words = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(2 * step + number))
+            loss = whole(input_ids=words, labels=words).loss
+            (loss / 2).backward()
+            expected.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def check(rank, group):
+        as_deepspeed_rank(rank)
+        losses = names["main"](str(tmp_path / "saved"))
+        assert losses == pytest.approx(expected, abs=1e-5)
+        assert names["main"](str(tmp_path / "saved"), goes_on=True) == pytest.approx(losses[8:], abs=1e-5)
+
+    run_ranks(check, 2)

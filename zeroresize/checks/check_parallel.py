@@ -91,8 +91,7 @@ def check_parallel(
             raises on some rank, with what it raised.
         RuntimeError: if a rank does not come.
     """
-    engine: Any = model
-    inner: nn.Module = engine.module if type(model).__name__ == "DeepSpeedEngine" else unwrap(model)
+    inner: nn.Module = unwrap(model)
     require_replaceable(inner, "check_parallel")
     if not (reference is None or isinstance(reference, nn.Module) or callable(reference)):
         raise ValueError(f"check_parallel: reference={type(reference).__name__}: wanted is a module, or what makes one")

@@ -11,7 +11,7 @@ from zeroresize.control.setup import Setup
 from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segments import owned_segments, segment_works
 from zeroresize.measure.memory_meter import ActivationBytes
-from zeroresize.optim.optimizers import SteppedTensors, torch_optimizer
+from zeroresize.optim.optimizers import SteppedTensors, torch_optimizer, why_sharded
 from zeroresize.optim.trial import StateBytes
 from zeroresize.policy.tensor.memory import GroupMemory, HeldBytes
 
@@ -92,6 +92,8 @@ class _BytesOfElement:
         if setup.optimizer is None:
             return
         try:
+            if (why := why_sharded(setup.optimizer)) is not None:
+                raise ValueError(why)
             self._state = StateBytes(torch_optimizer(setup.optimizer))
             self._stepped = SteppedTensors(setup.optimizer, dict(setup.model.named_parameters()))
         except ValueError as error:

@@ -35,12 +35,12 @@ _WATCHING = ("zeroresize.", "torch.utils.")
 #: Their hooks on parameters treat elements alike: they reduce over replicas, or count.
 _REDUCING = (
     *("zeroresize.", "torch.nn.parallel.", "torch.distributed.fsdp.", "torch.distributed._"),
-    *("colossalai.", "transformers.distributed."),
+    *("colossalai.", "transformers.distributed.", "deepspeed.runtime.zero.stage_1_and_2"),
 )
 #: Their hooks average over all ranks, which leaves gradients of what all hold alike as they are, and spoils parts.
 _AVERAGING = ("transformers.trainer",)
 #: Their hooks on parameters fill buffers that hold the gradients of many parameters, in a layout of their own.
-_BUFFERING = ("megatron.core.distributed.", "deepspeed.")
+_BUFFERING = ("megatron.core.distributed.", "deepspeed.runtime.")
 
 
 def why_changed(module: nn.Module, *, is_whole: bool = False) -> str | None:

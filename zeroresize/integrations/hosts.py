@@ -170,6 +170,11 @@ _hosts: list[Any] = [
         "Megatron-Core's ColumnParallelLinear / RowParallelLinear",
     ),
     _OnceImported(
+        "deepspeed.module_inject.layers",
+        "zeroresize.integrations.deepspeed",
+        "DeepSpeed's LinearLayer / LinearAllreduce that AutoTP has split (convert the engine)",
+    ),
+    _OnceImported(
         "torch.distributed.tensor",
         "zeroresize.integrations.dtensor",
         "torch.nn.Linear that torch's ColwiseParallel / RowwiseParallel have split",

@@ -8,24 +8,30 @@ other versions, and those that add dw to gradients themselves stay as they are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
+import numpy as np
 from megatron import core as megatron_core
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import group_size
+from zeroresize.comm.collectives import group_rank, group_size
 from zeroresize.integrations.changed_modules import why_changed
 from zeroresize.integrations.hosts import SwappedClasses
 from zeroresize.integrations.known_modules import StaysEven, register_segments
 from zeroresize.integrations.unit_proof import require_unmixed_in_call
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.layers.segment import Segment
+from zeroresize.layers.segment import Segment, UnitTensor
+from zeroresize.layers.weight_checks import known_layers
+from zeroresize.plan.ownership import OwnershipMap
+from zeroresize.utils.torch_private import parameters_of
 
 _TRANSFORMER_ENGINE = "megatron.core.extensions.transformer_engine"
 
@@ -34,6 +40,7 @@ class _BalancedLayer(BalancedLinear):
     """Holds what the balanced layers of Megatron-Core have in common."""
 
     bias: Any
+    config: Any
     skip_bias_add: bool
     sequence_parallel: bool
 
@@ -41,16 +48,57 @@ class _BalancedLayer(BalancedLinear):
     def _sequence_dim(self) -> int | None:
         return 0 if self.sequence_parallel else None
 
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As the layer's own of Megatron-Core, which tells how a layer is divided at home."""
-        self._require_home("sharded_state_dict", ", or save zeroresize.sharded_state_dict(model, optimizer)")
-        return super().sharded_state_dict(*args, **kwargs)  # type: ignore[misc]
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        """As the layer's own of Megatron-Core; while units are away, to be saved only, by the units that are here."""
+        if self.segment is None or self.segment.owned.is_home:
+            beside = known_layers() if sharded_offsets else ()
+            for layer in (each for each in beside if isinstance(each, _BalancedLayer) and each.config is self.config):
+                if layer.name_in_model.split(".")[-2:] == self.name_in_model.split(".")[-2:]:  # stacked in one tensor
+                    layer._require_home(f"sharded_state_dict of {self.name_in_model}, which is evenly divided, and")
+            return super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        this: Any = self
+        state = {name: each for name, each in parameters_of(this).items() if each is not None}
+        axes = {"weight": self.divided_dim, **({"bias": 0} if self.is_column_parallel else {})}
+        groups = {"tp_group": self.process_group, "dp_cp_group": metadata["dp_cp_group"]}
+        made = make_sharded_tensors_for_checkpoint(
+            {**state, "_extra_state": None}, prefix, axes, sharded_offsets, **groups
+        )
+        for where in (each for each in self.segment.tensors if each.owner is self):
+            name = f"{prefix}{where.attribute}"  # by which the MLP would cut it into gate and up as at home
+            made[f"{name} by units"] = self._by_units(made.pop(name), where, self.segment.owned)
+        return made
 
-    def _require_home(self, call: str, otherwise: str = "") -> None:
+    def _by_units(self, at_home: ShardedTensor, where: UnitTensor, owned: OwnershipMap) -> ShardedTensorFactory:
+        """What makes of a weight, or of its state, a shard of each run of neighbouring units in the undivided one."""
+        leading = at_home.prepend_axis_num
+        units, num_units = where.held(owned, group_rank(self.process_group)), len(owned.owners) // where.block
+        runs = [run for run in np.split(units, np.flatnonzero(np.diff(units) != 1) + 1) if len(run)]
+        dim = leading + where.dim
+
+        def build(key: str, tensor: Tensor, replica_id: Any, flattened_range: Any) -> list[ShardedTensor]:
+            tensor = tensor.detach()[(None,) * leading]
+            shape, made, here, there = [*at_home.global_shape[:leading], *tensor.shape[leading:]], [], 0, 0
+            shape[dim] = num_units * sum(where.rows)
+            for rows in where.rows:
+                for run in runs:
+                    part = tensor.narrow(dim, here, len(run) * rows).contiguous()
+                    begin = [*at_home.global_offset[:leading], *[0] * (tensor.dim() - leading)]
+                    begin[dim], here = there + int(run[0]) * rows, here + len(run) * rows
+                    shapes = tuple(part.shape), tuple(shape), tuple(begin)
+                    made.append(ShardedTensor(key, part, part.dtype, *shapes, None, replica_id))
+                there += num_units * rows
+            return made
+
+        return ShardedTensorFactory(at_home.key, at_home.data, build, self._refuse_loading, at_home.replica_id)
+
+    def _refuse_loading(self, _: Any) -> NoReturn:
+        raise RuntimeError(f"{self.name_in_model} has units away: load with all units at home")
+
+    def _require_home(self, call: str) -> None:
         if self.segment is not None and not self.segment.owned.is_home:
             raise RuntimeError(
                 f"{call} of {self.name_in_model}, whose units are away: have them at home, `with balancer.at_home(): "
-                f"...` on every rank{otherwise}"
+                "...` on every rank"
             )
 
 
@@ -148,8 +196,8 @@ def _attention(module: Any) -> Segment:
         )
     if any([*norm.parameters()] for norm in norms):
         raise StaysEven(
-            "norms of q and k are of all heads, and what sums their gradients over the ranks, finalize_model_grads, "
-            "needs Megatron-Core's DistributedDataParallel, where units stay"
+            "norms of q and k are of all heads, and nothing tells whether finalize_model_grads sums their gradients "
+            "over the ranks"
         )
 
     def set_groups(groups: list[int]) -> None:

@@ -49,10 +49,11 @@ def require_heads_on_ranks(model: nn.Module) -> None:
         for name, child in module.named_children() if size else ():
             layer = base_of(child)
             ranks = _ranks_of_rows(layer) if _QKV.fullmatch(name) else 1
-            heads, left = divmod(layer.out_features, size) if ranks > 1 else (0, 0)
-            rows = [heads * size / ranks]
-            if isinstance(layer, BalancedLinear) and ranks > 1:
-                rows = [layer.home_shape_on(rank)[0] for rank in range(ranks)]
+            if ranks == 1:
+                continue
+            is_known = isinstance(layer, BalancedLinear)
+            heads, left = divmod(layer.whole_size if is_known else layer.out_features, size)
+            rows = [layer.home_shape_on(rank)[0] if is_known else heads * size / ranks for rank in range(ranks)]
             if not left and any(of_rank % size for of_rank in rows):
                 raise ValueError(
                     f"{path}.{name} has {heads} heads of {size} rows and is split over {ranks} ranks, which cuts "

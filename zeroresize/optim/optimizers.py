@@ -29,7 +29,7 @@ def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """Return ``optimizer`` itself, or the one inside a host's wrappers: Colossal-AI's, Accelerate's, Megatron-Core's,
     DeepSpeed's.
     """
-    *_, inner = _with_inner(optimizer)
+    *_, inner = with_inner(optimizer)
     if not isinstance(inner, torch.optim.Optimizer):
         raise ValueError(
             f"{type(optimizer).__name__} is no torch.optim.Optimizer and has none as its .optim or .optimizer: moving "
@@ -41,7 +41,7 @@ def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 def why_sharded(optimizer: Any) -> str | None:
     """Tell what an optimizer is that is several, or of which replicas keep different parts; None if it is neither."""
     try:
-        kinds = [kind for each in _with_inner(optimizer) for kind in _kinds(each)]
+        kinds = [kind for each in with_inner(optimizer) for kind in kinds_of(each)]
     except ValueError as several:
         return str(several)
     name = next((name for root, name in kinds if (root, name) in _SHARDED), None)
@@ -58,8 +58,8 @@ def require_stepped(optimizer: Any, weights: Mapping[str, Tensor], purpose: str)
         raise ValueError(f"{purpose} needs an optimizer that steps whole weights of the layers on every rank: {reason}")
 
 
-def _kinds(wrapper: Any) -> list[tuple[str, str]]:
-    """The package and the name of its class and of those that this is made of."""
+def kinds_of(wrapper: Any) -> list[tuple[str, str]]:
+    """Return the package and the name of its class and of those that this is made of."""
     return [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(wrapper).__mro__]
 
 
@@ -67,7 +67,7 @@ def _held_by(wrapper: Any) -> Any:
     """What a wrapper of an optimizer holds; None if nothing is known of it."""
     if isinstance(wrapper, torch.optim.Optimizer):
         return getattr(wrapper, "optimizer", None)
-    if not any(root in _WRAPPING for root, _ in _kinds(wrapper)) or not hasattr(wrapper, "zero_grad"):  # a scheduler
+    if not any(root in _WRAPPING for root, _ in kinds_of(wrapper)) or not hasattr(wrapper, "zero_grad"):  # a scheduler
         return getattr(wrapper, "optim", None)
     chained = getattr(wrapper, "chained_optimizers", None)
     if chained is not None and len(chained) != 1:
@@ -79,8 +79,8 @@ def _held_by(wrapper: Any) -> Any:
     return getattr(wrapper, "optimizer", None) if chained is None else chained[0]
 
 
-def _with_inner(optimizer: Any) -> list[Any]:
-    """``optimizer``, what it wraps, and so on to the one that steps."""
+def with_inner(optimizer: Any) -> list[Any]:
+    """Return ``optimizer``, what it wraps, and so on to the one that steps; ValueError where a wrapper has several."""
     inner = [optimizer]
     while not isinstance(inner[-1], torch.optim.Optimizer) or _only_wraps(inner[-1]):
         if (held := _held_by(inner[-1])) is None:
@@ -219,7 +219,7 @@ def _ids_of_stepped(optimizer: torch.optim.Optimizer) -> set[int]:
 def _masters(optimizer: Any) -> Mapping[int, Tensor]:
     """Master copies by the ``id`` of the working parameter, as hosts' wrappers tell; empty for others."""
     masters: dict[int, Tensor] = {}
-    for each in _with_inner(optimizer):
+    for each in with_inner(optimizer):
         get_map = getattr(each, "get_working_to_master_map", None)
         masters |= (get_map() if callable(get_map) else None) or {}
         for names in _GROUPS:

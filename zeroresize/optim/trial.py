@@ -179,7 +179,8 @@ def _numbers_in(values: Mapping[str, Any]) -> dict[str, float]:
 
 def _settings_of(optimizer: Optimizer) -> dict[str, Any]:
     """What its groups and attributes hold besides parameters, by where it is."""
-    leaves = leaves_by_path({"param_groups": optimizer.param_groups, **_held(optimizer)})
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    leaves = leaves_by_path({"param_groups": groups, **_held(optimizer)})
     settings = {where: value for where, value in leaves if not isinstance(value, nn.Parameter)}
     for where, value in settings.items():
         if _is_whole(value):

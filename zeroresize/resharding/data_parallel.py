@@ -8,28 +8,109 @@ A reducer's buckets have fixed shapes, and its hooks hold on to gradient accumul
 from __future__ import annotations
 
 import gc
+import importlib
+import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from zeroresize.comm.collectives import group_ranks, group_size, require_group, world_size
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.utils.torch_private import why_ddp_cannot_be_rebuilt
+from zeroresize.utils.torch_private import drop_reducer_of_ddp, rebuild_ddp, why_ddp_cannot_be_rebuilt
 
+#: Where hosts have one of their own, what it is called, and where its ``ReducerOfDdp`` is.
+_HOSTS = {
+    "megatron.core.distributed.distributed_data_parallel": (
+        "DistributedDataParallel",
+        "zeroresize.integrations.megatron_buffers",
+    ),
+    "deepspeed.runtime.engine": ("DeepSpeedEngine", "zeroresize.integrations.deepspeed"),
+}
+#: What each of them has once it is made.
+_WHEN_MADE = {"reducer", "bucket_groups", "seq_data_parallel_group"}
 #: What was found around models; modules hash by identity.
-_around: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[DistributedDataParallel]] = weakref.WeakKeyDictionary()
+_around: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
+
+
+class Reducer(Protocol):
+    """Averages gradients over replicas, in buffers made for the shapes that parameters have.
+
+    Attributes:
+        process_group: over which it averages.
+    """
+
+    process_group: ProcessGroup
+
+    def averaged(self) -> Iterable[Tensor]:
+        """Yield the parameters whose gradients it averages."""
+
+    def why_not_rebuilt(self) -> str | None:
+        """Return why it cannot be made anew; None if it can."""
+
+    def beside(self) -> Iterable[Tensor]:
+        """Yield the tensors that it has put beside parameters as their attributes, and makes anew."""
+
+    def bytes_to_rebuild(self, num_more: int) -> int:
+        """Return the bytes that it takes beside what it has, where this rank gets so many elements more."""
+
+    def drop(self) -> None:
+        """Let go of what is made for the present shapes; no collective."""
+
+    def rebuild(self) -> None:
+        """Make it anew for the shapes that parameters have now; no collective."""
+
+
+class ReducerOfDdp:
+    """The reducer of torch's DistributedDataParallel."""
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        self._wrapper, self.process_group = wrapper, wrapper.process_group
+
+    def averaged(self) -> Iterable[Tensor]:
+        ignored = self._wrapper.parameters_to_ignore
+        return [each for name, each in self._wrapper.module.named_parameters() if name not in ignored]
+
+    def why_not_rebuilt(self) -> str | None:
+        return why_ddp_cannot_be_rebuilt(self._wrapper)
+
+    def beside(self) -> Iterable[Tensor]:
+        return ()
+
+    def bytes_to_rebuild(self, num_more: int) -> int:
+        return 0  # buckets are made in the next backward, as memory of gradients
+
+    def drop(self) -> None:
+        drop_reducer_of_ddp(self._wrapper)
+
+    def rebuild(self) -> None:
+        rebuild_ddp(self._wrapper)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the module inside Booster's or DDP's wrappers, so that layer names do not depend on them."""
+    """Return the module inside Booster's, DDP's or DeepSpeed's wrappers, so that layer names do not depend on them."""
     inner = getattr(model, "unwrap", None)
     model = inner() if callable(inner) else model
-    return model.module if isinstance(model, DistributedDataParallel) else model
+    unwrapped: nn.Module = model.module if isinstance(model, tuple(_kinds())) else model  # type: ignore[assignment]
+    return unwrapped
+
+
+def _kinds() -> dict[Any, str]:
+    """The DistributedDataParallel of torch and those of hosts in use, with the modules of their ``ReducerOfDdp``."""
+    loaded = {name: vars(sys.modules[name]) for name in _HOSTS if name in sys.modules}
+    hosts = {held.get(_HOSTS[name][0]): _HOSTS[name][1] for name, held in loaded.items()}
+    return {DistributedDataParallel: __name__, **{kind: where for kind, where in hosts.items() if kind is not None}}
+
+
+def reducers_of(model: nn.Module) -> list[Reducer]:
+    """Return what averages gradients in ``model``, and around it or a part of it."""
+    kinds, wrappers = _kinds(), wrappers_of(model)
+    modules = [next(name for kind, name in kinds.items() if isinstance(wrapper, kind)) for wrapper in wrappers]
+    return [importlib.import_module(name).ReducerOfDdp(each) for name, each in zip(modules, wrappers, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -61,7 +142,7 @@ def replicas_of(
     if data_parallel_group is None and world_size() <= num_ranks:
         return DataParallelReplicas()
     gc.collect()  # a wrapper that was let go of is around the model until then
-    around = _groups_around(layers, wrappers_of(model))
+    around = _groups_around(layers, reducers_of(model))
     groups = {ranks: group for own in around for ranks, group in own.items()}
     if data_parallel_group is not None:
         ranks = tuple(group_ranks(require_group(data_parallel_group)))
@@ -94,56 +175,54 @@ def replicas_of(
 
 
 def _groups_around(
-    layers: Mapping[str, BalancedLinear], wrappers: Sequence[DistributedDataParallel]
+    layers: Mapping[str, BalancedLinear], reducers: Sequence[Reducer]
 ) -> list[dict[tuple[int, ...], ProcessGroup]]:
-    """For every layer the groups, by their ranks, over which wrappers average the gradient of its weight."""
-    averaged = [
-        (
-            wrapper.process_group,
-            {id(one) for name, one in wrapper.module.named_parameters() if name not in wrapper.parameters_to_ignore},
-        )
-        for wrapper in wrappers
-    ]
+    """For every layer the groups, by their ranks, over which the gradient of its weight is averaged."""
+    averaged = [(reducer.process_group, set(map(id, reducer.averaged()))) for reducer in reducers]
     return [
         {tuple(group_ranks(group)): group for group, parameters in averaged if id(layer.weight) in parameters}
         for layer in layers.values()
     ]
 
 
-def wrappers_of(model: nn.Module) -> tuple[DistributedDataParallel, ...]:
+def wrappers_of(model: nn.Module) -> tuple[nn.Module, ...]:
     """Return the DistributedDataParallel modules in ``model``, and around it or a part of it.
 
     The ones around it are found by looking at all objects of this process, which takes hundredths of a second, until
     some are found.
     """
-    within = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    within = [module for module in model.modules() if isinstance(module, tuple(_kinds()))]
     if not _around.get(model):  # it may be wrapped later than it was looked at first
         _around[model] = weakref.WeakSet(_found_around(model))
     return (*within, *(wrapper for wrapper in _around[model] if not any(wrapper is one for one in within)))
 
 
-def _found_around(model: nn.Module) -> list[DistributedDataParallel]:
+def _found_around(model: nn.Module) -> list[nn.Module]:
     parts = set(map(id, model.modules()))
     # Not isinstance(): some objects' __class__ is computed, with side effects. Nor issubclass() of each object: it asks
     # abstract classes, which takes longer than many a move.
-    kinds = _with_subclasses(DistributedDataParallel)
+    kinds = set[type]().union(*map(_with_subclasses, _kinds()))
     everything = gc.get_objects()
     if kinds.isdisjoint(map(type, everything)):
         return []
     wrappers: list[Any] = [one for one in everything if type(one) in kinds]
-    return [one for one in wrappers if "reducer" in vars(one) and parts & set(map(id, one.module.modules()))]
+    made = [
+        wrapper
+        for wrapper in wrappers
+        if vars(wrapper).keys() & {"reducer", "bucket_groups", "seq_data_parallel_group"}
+    ]
+    return [wrapper for wrapper in made if parts & set(map(id, wrapper.module.modules()))]
 
 
 def _with_subclasses(kind: type) -> set[type]:
     return {kind}.union(*map(_with_subclasses, type.__subclasses__(kind)))
 
 
-def require_rebuildable(wrappers: Sequence[DistributedDataParallel]) -> None:
-    """Raise RuntimeError for a wrapper whose reducer cannot be built anew, saying why."""
-    for wrapper in wrappers:
-        reason = why_ddp_cannot_be_rebuilt(wrapper)
-        if reason is not None:
+def require_rebuildable(reducers: Sequence[Reducer]) -> None:
+    """Raise RuntimeError for a reducer that cannot be made anew, saying why."""
+    for reducer in reducers:
+        if (reason := reducer.why_not_rebuilt()) is not None:
             raise RuntimeError(
-                f"parameters inside a {type(wrapper).__name__} cannot change their shapes, since its reducer cannot be "
+                "parameters inside a DistributedDataParallel cannot change their shapes, since its reducer cannot be "
                 f"built anew: {reason}"
             )

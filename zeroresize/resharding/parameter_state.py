@@ -8,7 +8,7 @@ the same for all ranks, and what is refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
@@ -61,11 +61,12 @@ class ParameterState:
     ) -> None:
         self.name, self.parameter, self.stepped, self._optimizer = name, parameter, stepped, optimizer
         self.tensors: dict[str, Tensor] = {PARAMETER: local_of(parameter).detach()}
-        if parameter.grad is not None:
+        main_grad = getattr(parameter, "main_grad", None)  # of Megatron's buffers, which are made anew
+        if parameter.grad is not None and parameter.grad is not main_grad:
             self.tensors[GRADIENT] = local_of(parameter.grad).detach()
         if stepped is not None and stepped is not parameter:
             self.tensors[MASTER] = local_of(stepped).detach()
-            if stepped.grad is not None:
+            if stepped.grad is not None and stepped.grad is not main_grad:
                 self.tensors[MASTER_GRADIENT] = local_of(stepped.grad).detach()
         self._state: Mapping[str, Any] = {}
         if optimizer is not None and stepped is not None and stepped in optimizer.state:
@@ -284,14 +285,14 @@ def replace_data(tensor: Tensor, new: Tensor, gradient: Tensor | None) -> None:
     hooks.put_on(tensor)
 
 
-def why_of_fixed_size(name: str, parameter: Tensor) -> str | None:
+def why_of_fixed_size(name: str, parameter: Tensor, follow: Collection[int] = ()) -> str | None:
     """Return why a parameter must keep its size, as it has a tensor of that size beside it; None where it need not.
 
-    Such a tensor is Megatron's ``main_grad``.
+    Such a tensor is Megatron's ``main_grad``. Those that ``follow``, by their ``id``, do not count.
     """
     for key, value in vars(parameter).items():
         sizes = {parameter.numel(), local_of(parameter).numel()} - {0, 1}
-        if isinstance(value, Tensor) and {value.numel(), local_of(value).numel()} & sizes:
+        if id(value) not in follow and isinstance(value, Tensor) and {value.numel(), local_of(value).numel()} & sizes:
             return (
                 f"{name} has an attribute {key!r} of shape {tuple(value.shape)}, as some reducers of gradients put "
                 "there, which may be a part of a buffer and would not follow"

@@ -22,8 +22,9 @@ from zeroresize.integrations.lora import base_of, is_lora, why_not_whole
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.splitting import whole_of_ranks
-from zeroresize.optim.optimizers import torch_optimizer
+from zeroresize.optim.optimizers import torch_optimizer, with_inner
 from zeroresize.resharding.agreement import agreed, make_alike, meet_over
+from zeroresize.resharding.sharded_optimizer import sharded_optimizer
 from zeroresize.utils.torch_private import buffers_of, is_dtensor, parameters_of
 from zeroresize.utils.torch_state import remove_all
 
@@ -169,15 +170,21 @@ def _first_shard_in(state: Mapping[str, Any], model: nn.Module) -> str | None:
 
 
 def guard_optimizer(optimizer: Any, are_away: Callable[[], bool]) -> Callable[[], None]:
-    """Let the optimizer save and load no state while units are away; returns what takes that back."""
+    """Let the optimizer save and load no state while units are away; returns what takes that back.
+
+    A host's ``sharded_state_dict`` may ask for it, which saves by what layers tell of their units.
+    """
     try:
         inner = torch_optimizer(optimizer)
     except ValueError:  # a wrapper that hides it
         return lambda: None
-    alive = weakref.WeakMethod(are_away)
+    alive, saving = weakref.WeakMethod(are_away), list[Any]()
+    for wrapper in with_inner(optimizer):
+        if callable(save := getattr(wrapper, "sharded_state_dict", None)):
+            vars(wrapper)["sharded_state_dict"] = partial(_save_sharded, save, wrapper, saving)
 
     def refuse(call: str, remedy: str) -> None:
-        if (ask := alive()) is not None and ask():
+        if not saving and (ask := alive()) is not None and ask():
             raise RuntimeError(f"optimizer.{call}: its state is of unevenly divided layers, {remedy}")
 
     handles = (
@@ -185,6 +192,16 @@ def guard_optimizer(optimizer: Any, are_away: Callable[[], bool]) -> Callable[[]
         inner.register_load_state_dict_pre_hook(lambda *_: refuse("load_state_dict()", _LOADING)),
     )
     return partial(remove_all, handles)
+
+
+def _save_sharded(save: Callable[..., Any], wrapper: Any, saving: list[Any], *args: Any, **options: Any) -> Any:
+    kind = (options.get("metadata") or {}).get("distrib_optim_sharding_type")
+    is_by_weights = sharded_optimizer(wrapper) is None or kind == "fully_reshardable"  # not by places in buffers
+    saving += [save] * is_by_weights
+    try:
+        return save(*args, **options)
+    finally:
+        del saving[len(saving) - is_by_weights :]
 
 
 def _before_saving(module: Any, prefix: str, keep_vars: bool) -> None:

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn.parallel import DistributedDataParallel
 
 from zeroresize.comm.collectives import group_size, require_group
 from zeroresize.comm.exchange import Meet
@@ -27,7 +26,7 @@ from zeroresize.plan.layout import Layout
 from zeroresize.plan.ownership import OwnershipMap
 from zeroresize.plan.transfers import transfers
 from zeroresize.resharding.agreement import meet_over
-from zeroresize.resharding.data_parallel import require_rebuildable, wrappers_of
+from zeroresize.resharding.data_parallel import Reducer, reducers_of, require_rebuildable
 from zeroresize.resharding.parameter_state import (
     GRADIENTS,
     Description,
@@ -38,9 +37,9 @@ from zeroresize.resharding.parameter_state import (
     why_of_fixed_size,
 )
 from zeroresize.resharding.parcels import End, Pair, Parcel, RankRounds, copy_units
+from zeroresize.resharding.sharded_optimizer import WholeOptimizer, gathered, sharded_optimizer
 from zeroresize.resharding.transaction import MoveReport, Participants, Transaction, run_transaction
 from zeroresize.utils.hashing import fingerprint
-from zeroresize.utils.torch_private import drop_reducer_of_ddp, rebuild_ddp
 
 #: Of the messages of a rank in a round, unless less is allowed: these stay in a processor's cache.
 _ROUND_BYTES = 8 * 2**20
@@ -81,11 +80,14 @@ def move_units(
         segments: the same on every rank; those without a target stay.
         targets: by the segment's name.
         process_group: of the ranks that the maps count.
-        optimizer: the only one that steps these parameters, or a host's wrapper of it; None for none.
+        optimizer: the only one that steps these parameters, or a host's wrapper of it; None for none. One that is
+            sharded over replicas (:class:`~zeroresize.resharding.sharded_optimizer.ShardedOptimizer`) is gathered on
+            the CPU meanwhile.
         meet: exchanges numbers in the group, or in all replicas, which then move alike; None to do so over
             ``process_group``.
-        model: that holds these parameters. Reducers of DistributedDataParallel in it and around it are built anew;
-            replicas must move alike before the next step. None if no parameter is in such a wrapper.
+        model: that holds these parameters. Reducers of DistributedDataParallel, torch's or Megatron-Core's, in it and
+            around it are built anew; replicas must move alike before the next step. None if no parameter is in such a
+            wrapper.
         max_bytes: of messages that this rank sends and receives at once; a unit that is larger travels alone.
 
     Raises:
@@ -95,10 +97,13 @@ def move_units(
     begin = time.perf_counter()
     process_group = require_group(process_group)
     device = next((tensor.parameter.device for segment in segments for tensor in segment.tensors), torch.device("cpu"))
-    wrappers = () if model is None else wrappers_of(model)
+    reducers = [] if model is None else reducers_of(model)
+    meet = meet or meet_over(process_group, device)
+    if (sharded := sharded_optimizer(optimizer)) is not None:
+        optimizer = gathered(sharded, meet)
     move = run_transaction(
-        lambda: UnitMove(segments, targets, process_group, optimizer, wrappers, max_bytes, device),
-        Participants(process_group, device, meet or meet_over(process_group, device)),
+        lambda: UnitMove(segments, targets, process_group, optimizer, reducers, max_bytes, device),
+        Participants(process_group, device, meet),
     )
     return UnitMoveReport(num_units=move.num_units, **move.figures(begin))
 
@@ -108,10 +113,13 @@ def bytes_of_units(segments: Sequence[OwnedSegment], optimizer: object | None, r
 
     Optimizer state counts once there is some.
     """
-    total = 0
+    total, sharded = 0, sharded_optimizer(optimizer)
     for segment in segments:
-        for contents in contents_of(segment, optimizer, rank):
+        for contents in contents_of(segment, None if sharded is not None else optimizer, rank):
             of_unit = contents.bytes_per_unit(contents.description, with_gradients=False)
+            if sharded is not None and contents.parameter.numel():
+                of_element = sharded.bytes_of(contents.parameter) // contents.parameter.numel()
+                of_unit += contents.unit_tensor.elements_of_unit * of_element
             num_units = len(segment.owned.owners) // contents.unit_tensor.block
             total += num_units * of_unit // segment.owned.num_ranks
     return total
@@ -147,8 +155,6 @@ class UnitContents:
             )
         if not self.parameter.is_leaf:
             raise ValueError(f"{name}: it is computed from other tensors (is_leaf is False), so its units cannot move")
-        if reason := why_of_fixed_size(name, self.parameter):
-            raise ValueError(f"{reason}, so its units cannot move")
         self.state = ParameterState(name, self.parameter, stepped, optimizer)
         self.description = self.state.description(num_units)
 
@@ -267,6 +273,11 @@ class _MovingParameter:
         """The bytes of the new tensors."""
         return self.route.num_after * self.contents.bytes_per_unit(self.agreed) if self.route.changes else 0
 
+    @property
+    def num_more(self) -> int:
+        """By how many elements the parameter grows here; negative where it shrinks."""
+        return (self.route.num_after - self.route.num_before) * self.contents.unit_tensor.elements_of_unit
+
     def allocate(self) -> None:
         """Make the new tensors."""
         if not self.route.changes:
@@ -310,16 +321,17 @@ class UnitMove(Transaction):
         targets: Mapping[str, OwnershipMap],
         process_group: ProcessGroup,
         optimizer: object | None,
-        data_parallel: Sequence[DistributedDataParallel],
+        reducers: Sequence[Reducer],
         max_bytes: int,
         device: torch.device,
     ) -> None:
         super().__init__(process_group, device)
-        self._max_bytes, self._wrappers = max_bytes, data_parallel
+        self._max_bytes, self._reducers, self._optimizer = max_bytes, reducers, optimizer
         known = {segment.name for segment in segments}
         if unknown := sorted(targets.keys() - known):
             raise ValueError(f"targets are given for {unknown}, which are no segments: there are {sorted(known)}")
-        require_rebuildable(data_parallel)
+        require_rebuildable(reducers)
+        made_anew = {id(tensor) for reducer in reducers for tensor in reducer.beside()}
         self._segments: list[tuple[OwnedSegment, OwnershipMap]] = []
         self._parameters: list[_MovingParameter] = []
         self.num_units: dict[str, float] = {}
@@ -333,6 +345,9 @@ class UnitMove(Transaction):
             key = before.owners.tobytes(), after.owners.tobytes()
             moving = []
             for contents in contents_of(segment, optimizer, self._rank):
+                follow = {*made_anew, id(contents.state.stepped)}
+                if reason := why_of_fixed_size(contents.unit_tensor.name, contents.parameter, follow):
+                    raise ValueError(f"{reason}, so its units cannot move")
                 block = contents.unit_tensor.block
                 route = routes.get((*key, block)) or _Route(before, after, self._rank, block)
                 moving.append(_MovingParameter(contents, routes.setdefault((*key, block), route)))
@@ -357,7 +372,9 @@ class UnitMove(Transaction):
             for parcel, stack, pair in moving.parcels():
                 parcels.append(parcel)
                 self._travelling.append((moving, stack, pair))
+        num_more = sum(moving.num_more for moving in self._parameters)
         self.new_bytes = sum(moving.new_bytes for moving in self._parameters)
+        self.new_bytes += sum(reducer.bytes_to_rebuild(num_more) for reducer in self._reducers)
         self.lay_out(RankRounds.of(parcels, self._rank, min(self._max_bytes, 2 * _ROUND_BYTES)))
 
     def make_tensors(self) -> None:
@@ -381,8 +398,8 @@ class UnitMove(Transaction):
         """Put the new tensors in place of the old ones; only ``on_change`` could fail."""
         if not self.num_units:
             return
-        for wrapper in self._wrappers:
-            drop_reducer_of_ddp(wrapper)  # its hooks hold on to accumulators, which remember shapes
+        for reducer in self._reducers:
+            reducer.drop()  # its hooks hold on to accumulators, which remember shapes
         for moving in self._parameters:
             moving.install()
         for segment, after in self._segments:
@@ -391,8 +408,10 @@ class UnitMove(Transaction):
                 if isinstance(layer, BalancedLinear):  # what was decided and remembered is of other columns
                     layer.plan = None
                     layer.last = None if layer.last is None else LastGradients()
-        for wrapper in self._wrappers:
-            rebuild_ddp(wrapper)  # no collective: every replica does so before the same step
+        for reducer in self._reducers:
+            reducer.rebuild()  # no collective: every replica does so before the same step
+        if isinstance(self._optimizer, WholeOptimizer):
+            self._optimizer.put_back()
         for segment, _ in self._segments:
             segment.follow(self._rank)
 

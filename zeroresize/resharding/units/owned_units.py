@@ -27,9 +27,10 @@ from zeroresize.optim.shared_gradients import tell_host_of
 from zeroresize.plan.ownership import CopyCosts, SegmentWork, checked_shares, owned_shares, unit_counts
 from zeroresize.policy.moves.move_cost import most_bytes
 from zeroresize.resharding.agreement import CannotMoveError, gather_reasons, meet_prepared
-from zeroresize.resharding.data_parallel import DataParallelReplicas
+from zeroresize.resharding.data_parallel import DataParallelReplicas, reducers_of
 from zeroresize.resharding.parameter_state import why_of_fixed_size
 from zeroresize.resharding.replaced_parts import ReplacedParts
+from zeroresize.resharding.sharded_optimizer import sharded_optimizer
 from zeroresize.resharding.units.moving_units import bytes_of_units, contents_of, move_units
 from zeroresize.utils.hashing import fingerprint
 
@@ -94,6 +95,7 @@ class OwnedUnits:
         replicas: DataParallelReplicas = _ALONE,
     ) -> None:
         self._model, self._optimizer, self._group, self.meet = model, optimizer, process_group, meet
+        self._sharded = sharded_optimizer(optimizer)
         self._rank, self._num_ranks = group_rank(process_group), group_size(process_group)
         self.segments: Sequence[OwnedSegment] = owned_segments(layers)
         self._layers, self.sharing = layers, [segment for segment in self.segments if segment.owned.block > 1]
@@ -307,7 +309,8 @@ class OwnedUnits:
     def _steps_by_place(self) -> bool:
         """Whether copies of what units share might not stay alike, bit by bit."""
         try:
-            return self._optimizer is None or steps_by_place(torch_optimizer(self._optimizer))
+            whole = self._sharded is None  # else gradients of copies are not handed out
+            return not whole or self._optimizer is None or steps_by_place(torch_optimizer(self._optimizer))
         except ValueError:  # it has none inside; a move tells
             return True
 
@@ -318,6 +321,12 @@ class OwnedUnits:
 
     def _why_not_divided_or_stepped(self) -> tuple[str | None, str | None]:
         """Why the optimizer does not let units be divided, and which of their parameters something else steps."""
+        learning = {name: one for name, one in self._parameters.items() if one.requires_grad}
+        if (sharded := self._sharded) is not None:
+            ids = set(map(id, sharded.weights))
+            others = [name for name, one in learning.items() if id(one) not in ids]
+            shards = (shard for group in torch_optimizer(self._optimizer).param_groups for shard in group["params"])
+            return sharded.why_not() or why_not_elementwise(self._optimizer, shards), why_others_step(others)
         try:
             stepped = None if self._optimizer is None else stepped_tensors(self._optimizer, self._parameters)
         except ValueError:  # it keeps them in other shapes; a move tells
@@ -329,7 +338,7 @@ class OwnedUnits:
                 f"units of {name} that share rows are on several ranks, whose copies the optimizer would step by where "
                 "they lie, as fused kernels on the CPU do: use fused=False, or pass it to convert as optimizer="
             ), None
-        others = [name for name, one in self._parameters.items() if one.requires_grad and name not in stepped]
+        others = [name for name in learning if name not in stepped]
         state = torch_optimizer(self._optimizer).state
         for name, tensor in {} if self.is_home else stepped.items():  # it may have stepped before they were divided
             for value in state.get(tensor, {}).values():
@@ -350,15 +359,18 @@ class OwnedUnits:
             return f"{sharded} is a DTensor, of which this rank holds a shard only, as with fully_shard"
         if replicas.why_unknown is not None:
             return replicas.why_unknown
-        if (sharded_state := why_sharded(self._optimizer)) is not None:
+        if self._sharded is None and (sharded_state := why_sharded(self._optimizer)) is not None:
             return sharded_state
-        fixed = (why_of_fixed_size(name, parameter) for name, parameter in self._parameters.items())
+        follow = {id(tensor) for reducer in reducers_of(self._model) for tensor in reducer.beside()}
+        with suppress(ValueError):  # it keeps them in other shapes; a move tells
+            follow |= set(map(id, stepped_tensors(self._optimizer, self._parameters).values()))
+        fixed = (why_of_fixed_size(name, parameter, follow) for name, parameter in self._parameters.items())
         reasons = (self.why_not_divisible, self.why_not_stepped, *fixed)
         if (reason := next(filter(None, reasons), None)) is not None or replicas.group is None:
             return reason
         try:
             for segment in self.segments:
-                contents_of(segment, self._optimizer, self._rank)
+                contents_of(segment, self._optimizer if self._sharded is None else None, self._rank)
         except (ValueError, RuntimeError, AttributeError) as error:
             return str(error)
         return None
