@@ -65,7 +65,8 @@ class StageBalancer(Pausable):
             balanced.
 
     Raises:
-        ValueError: as :class:`~zeroresize.Balancer`, of the layers that are here; or for ``config.memory_limits``.
+        ValueError: as :class:`~zeroresize.Balancer`, of the layers that are here; for ``config.memory_limits``, and for
+            balanced layers of which one has a parameter of another one.
         RuntimeError: as :class:`~zeroresize.Balancer`; or if the job's store does not answer.
     """
 
@@ -84,6 +85,14 @@ class StageBalancer(Pausable):
                 "memory_limits have no place within a stage, whose layers may leave it: give PipelineBalancer "
                 "memory_limits, of every stage"
             )
+        tied = {tie.parameter: tie.path for tie in pipeline.ties}
+        for name, layer in balanced_layers(pipeline.module).items():
+            paths = [tied[each] for each in pipeline.module.get_submodule(name).parameters() if each in tied]
+            if paths and layer.stays_even is None:  # convert has seen no other layer with the parameter
+                raise ValueError(
+                    f"{name} has the tied parameter {paths[0]}, whose units each stage would move by itself, so its "
+                    "gradients could not be summed: convert all layers of the pipeline in one call"
+                )
         self._pipeline, self._optimizer, self._config = pipeline, optimizer, config
         present = nn.ModuleList(pipeline.layers[number] for number in pipeline.present)
         self._group, self._on_update = group_of(present, process_group), on_update

@@ -218,3 +218,23 @@ def test_clipping_is_by_the_norm_over_stages_and_over_the_shards_of_each(run_ran
     norms = run_ranks(clip, 4)
     assert norms == [norms[0]] * 4
     assert norms[0] == [pytest.approx(nn.utils.clip_grad_norm_(whole.parameters(), 1e-3).item()), pytest.approx(1e-3)]
+
+
+@on_ranks(4)
+def test_units_of_a_tied_weight_stay(rank, group):
+    stages, pipelines = [[dist.new_group(ranks) for ranks in groups] for groups in (([0, 1], [2, 3]), ([0, 2], [1, 3]))]
+    stage, shard = divmod(rank, 2)
+    for at_once in (True, False):
+        layers = nn.ModuleList(Divided(whole, stages[stage]) for whole in whole_layers()[:2])
+        layers[1].up.weight = layers[0].up.weight
+        for part in [layers] if at_once else layers:
+            zr.convert(part, process_group=stages[stage])
+        pipeline = Pipeline(layers, nn.functional.mse_loss, num_microbatches=MICRO, process_group=pipelines[shard])
+        optimizer = torch.optim.AdamW(pipeline.parameters())
+        if at_once:
+            zr.StageBalancer(pipeline, optimizer, process_group=stages[stage]).close()
+            continue
+        with pytest.raises(
+            ValueError, match=r"layers\.0\.up has the tied parameter layers\.0\.up\.weight, whose units"
+        ):
+            zr.StageBalancer(pipeline, optimizer, process_group=stages[stage])

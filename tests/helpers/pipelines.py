@@ -125,9 +125,9 @@ def half_the_loss(outputs, target):
     return loss_of(outputs, target) / 2
 
 
-def undivided(make, num_steps, max_norm):
+def undivided(make, num_steps, max_norm, layers=None):
     """Losses, and weights and optimizer state by name, of training with two batches added up for each step."""
-    model = nn.ModuleDict({"layers": nn.ModuleList(layers_of())})
+    model = nn.ModuleDict({"layers": nn.ModuleList(layers or layers_of())})
     optimizer = make(groups_of(model.named_parameters()))
     decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     losses = []
@@ -326,8 +326,8 @@ MAX_NORM = 0.5
 class Training:
     """Two batches for each step of the optimizer, clipping, and a schedule of the learning rate."""
 
-    def __init__(self, group, boundaries=None, name="AdamW"):
-        self.pipeline = pipeline_of(group, boundaries, loss=half_the_loss)
+    def __init__(self, group, boundaries=None, name="AdamW", **options):
+        self.pipeline = pipeline_of(group, boundaries, loss=half_the_loss, **options)
         self.optimizer = OPTIMIZERS[name](groups_of(self.pipeline.named_parameters()))
         self.decay = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.losses, self.step = [], 0

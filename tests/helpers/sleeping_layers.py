@@ -66,10 +66,14 @@ class Sleeping(nn.Module):
         return _Sleep.apply(torch.tanh(self.linear(x)), self)
 
 
-def layers_of(num_layers, pace=None):
+def layers_of(num_layers, pace=None, tied=()):
+    """Those of the numbers ``tied`` have one weight."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return [Sleeping(number, pace) for number in range(num_layers)]
+        layers = [Sleeping(number, pace) for number in range(num_layers)]
+    for number in tied:
+        layers[number].linear.weight = layers[tied[0]].linear.weight
+    return layers
 
 
 def batch(step):
@@ -77,8 +81,8 @@ def batch(step):
     return torch.randn(2, 8, 4, dtype=torch.float64, generator=generator).unbind()
 
 
-def undivided_losses(num_layers, num_steps):
-    model = nn.Sequential(*layers_of(num_layers))
+def undivided_losses(num_layers, num_steps, tied=()):
+    model = nn.Sequential(*layers_of(num_layers, tied=tied))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []
     for step in range(num_steps):
@@ -94,11 +98,11 @@ def undivided_losses(num_layers, num_steps):
 class Training:
     """A pipeline of sleeping layers, its balancer, and what both did; it ends where this rank is released."""
 
-    def __init__(self, group, num_layers=8, boundaries=None, schedule="gpipe", **options):
+    def __init__(self, group, num_layers=8, boundaries=None, schedule="gpipe", tied=(), **options):
         self.pace, self.records, self.profiles, self.losses, self.step = Pace(), [], [], [], 0
         self.pace.keep_time()
         self.pipeline = Pipeline(
-            layers_of(num_layers, self.pace),
+            layers_of(num_layers, self.pace, tied),
             nn.functional.mse_loss,
             num_microbatches=MICRO,
             process_group=group,

@@ -157,27 +157,6 @@ def test_what_changed_in_training_moves_too(rank, group):
     assert seen[0].shape == moving.kernel.shape
 
 
-@on_ranks(2)
-def test_tied_layers_move_together_only(rank, group):
-    layers = [nn.Linear(4, 4) for _ in range(4)]
-    layers[2].weight = layers[1].weight
-    layers[2].requires_grad_(False)
-    with pytest.raises(ValueError, match=r"layers\.1\.weight and layers\.2\.weight are one parameter .* 0 and 1"):
-        pipeline_of(group, (0, 2, 4), layers=layers)
-    pipeline = pipeline_of(group, (0, 3, 4), layers=layers)
-    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
-    before = held(pipeline, optimizer)
-    with pytest.raises(ValueError, match="layers that share parameters must be on one stage"):
-        move_layers(pipeline, (0, 2, 4), optimizer=optimizer)
-    assert_same(held(pipeline, optimizer), before)
-    weight = layers[1].weight.detach().clone()
-    report = move_layers(pipeline, (0, 1, 4), optimizer=optimizer)
-    assert layers[1].weight is layers[2].weight and layers[1].weight.numel() == (0, 16)[rank]
-    (_, weight, _), (received, _, arrived) = gathered(group, (report.received_bytes, weight, layers[1].weight))
-    assert torch.equal(arrived, weight)
-    assert received == 4 * (16 + 4 + 4)  # the weight once, and both biases
-
-
 @pytest.mark.parametrize("what", ["a module", "a tensor"])
 @on_ranks(2)
 def test_buffers_that_layers_share_stay_everywhere(rank, group, *, what):

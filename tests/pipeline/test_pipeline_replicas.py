@@ -5,6 +5,7 @@ import time
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 from helpers import sleeping_layers
 from helpers.on_ranks import gathered, on_ranks
@@ -40,9 +41,10 @@ class Replica(sleeping_layers.Training):
                 parameter.grad /= 2
 
 
+@pytest.mark.parametrize("tied", [(), (0, 3, 5)])
 @on_ranks(4)
-def test_a_straggler_in_one_replica_moves_layers_in_both(rank, group):
-    training = Replica(rank)
+def test_a_straggler_in_one_replica_moves_layers_in_both(rank, group, *, tied):
+    training = Replica(rank, tied=tied)
     boundaries = [training.train(6)]
     training.pace.of_rank = 3.0 if rank == 3 else 1.0
     boundaries.append(training.train(10))
@@ -53,7 +55,9 @@ def test_a_straggler_in_one_replica_moves_layers_in_both(rank, group):
     even, slow, recovered = by_rank[0][0]
     assert even == (0, 3, 6) and slow[1] > 3 and recovered[1] < slow[1]
     losses = [sum(halves) / 2 for halves in zip(by_rank[1][3], by_rank[3][3], strict=True)]
-    assert losses == pytest.approx(undivided_losses(NUM_LAYERS, 26), rel=1e-10, abs=0.0)
+    assert losses == pytest.approx(undivided_losses(NUM_LAYERS, 26, tied), rel=1e-10, abs=0.0)
+    weights = gathered(group, training.pipeline.layers[tied[0]].linear.weight.detach()) if tied else [torch.empty(0)]
+    assert all(torch.equal(weight, weights[0]) for weight in weights)
 
 
 @pytest.mark.slow

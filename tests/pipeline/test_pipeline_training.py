@@ -202,7 +202,7 @@ def sized(*sizes):
     return [nn.Linear(size, 1, bias=False, device="meta") if size else nn.Identity() for size in sizes]
 
 
-def test_layers_are_divided_by_parameters_unless_that_parts_those_that_share_them():
+def test_layers_are_divided_by_parameters_unless_that_parts_those_that_refer_to_others():
     for sizes, boundaries in (
         ((40, 10, 10, 10, 10, 10, 30), (0, 1, 5, 7)),
         ((4,) * 8, (0, 3, 6, 8)),  # equally many, where nothing is better
@@ -213,6 +213,9 @@ def test_layers_are_divided_by_parameters_unless_that_parts_those_that_share_the
         layers = sized(*sizes)
         assert divided_by_parameters(layers, len(boundaries) - 1).boundaries == boundaries
     layers[1].weight = layers[0].weight
+    assert divided_by_parameters(layers, 2).boundaries == (0, 1, 4)
+    layers = sized(40, 40, 10, 10)
+    layers[1].referred = [layers[0].weight]
     assert divided_by_parameters(layers, 2).boundaries == (0, 2, 4)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.on_ranks import gathered, on_ranks
 from helpers.strategies import mean_loss, own_part
 from torch import nn
 
@@ -24,9 +25,12 @@ def ranges_of(strategies):
     return [LengthRange(*one) for one in zip(UP_TO, strategies, strict=True)]
 
 
-def layers_of(dtype):
+def layers_of(dtype, ties=False):
     torch.manual_seed(0)
     layers = nn.ModuleList(llama_layers(CONFIG)).to(dtype)
+    if ties:  # embedding and head, and three norms
+        layers[-1].logits.weight = layers[0].tokens.weight
+        layers[1].mlp_norm.weight = layers[2].attention_norm.weight = layers[-1].norm.weight
     for parameter in layers.parameters():
         if parameter.dim() == 2:
             nn.init.normal_(parameter, std=0.3)
@@ -45,9 +49,9 @@ def optimizer_of(parameters):
     return torch.optim.AdamW([{"params": list(parameters)}], lr=1e-2, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-4)
 
 
-def undivided(dtype, num_steps):
+def undivided(dtype, num_steps, ties=False):
     """Losses and norms of each step, the loss after the last one, and the weights."""
-    layers = layers_of(dtype)
+    layers = layers_of(dtype, ties)
     optimizer, undivided_steps = optimizer_of(layers.parameters()), []
     for step in range(num_steps):
         loss = mean_loss(layers, batch(step))
@@ -59,13 +63,13 @@ def undivided(dtype, num_steps):
     return (
         undivided_steps,
         float(mean_loss(layers, batch(0)).detach()),
-        {f"layers.{name}": one.detach() for name, one in layers.named_parameters()},
+        {f"layers.{name}": one.detach() for name, one in layers.named_parameters(remove_duplicate=False)},
     )
 
 
-def trainer_of(group, strategies, optimizer_strategy):
+def trainer_of(group, strategies, optimizer_strategy, ties=False):
     model = SwitchableModel(
-        list(layers_of(torch.float64)),
+        list(layers_of(torch.float64, ties)),
         strategies=strategies,
         process_group=group,
         optimizer_strategy=optimizer_strategy,
@@ -75,20 +79,32 @@ def trainer_of(group, strategies, optimizer_strategy):
     return StrategyTrainer(model, optimizer_of(model.parameters()), ranges_of(strategies), **options)
 
 
-def check_against_undivided(run_ranks, num_ranks, strategies, optimizer_strategies, tolerance=1e-10):
+def require_alike(model, tie, by_rank):
+    """Of these numbers' tensors, given by name as each rank has them."""
+    names = {model.tensors[number].name for number in tie}
+    first, *others = (tensors[name] for tensors in by_rank for name in tensors if name in names)
+    assert others and all(torch.equal(first, other) for other in others)
+    return first
+
+
+def check_against_undivided(run_ranks, num_ranks, strategies, optimizer_strategies, tolerance=1e-10, ties=False):
     """One step for each strategy of the optimizer, which changes by ``move_optimizer`` in between."""
-    undivided_steps, last_loss, wholes = undivided(torch.float64, len(optimizer_strategies))
+    undivided_steps, last_loss, wholes = undivided(torch.float64, len(optimizer_strategies), ties)
     assert all(norm > MAX_NORM for _, norm in undivided_steps)
 
     def train(rank, group):
-        trainer = trainer_of(group, strategies, optimizer_strategies[0])
+        trainer = trainer_of(group, strategies, optimizer_strategies[0], ties)
         model = trainer.model
+        assert [len(tie) for tie in model.ties] == ([2, 3] if ties else [])
         reports = []
         for step, optimizer_strategy in enumerate(optimizer_strategies):
             if model.optimizer_strategy != optimizer_strategy:
                 model.move_optimizer(optimizer_strategy, trainer.optimizer)
             reports.append(trainer.step(batch(step)))
             assert model.current == model.optimizer_strategy == optimizer_strategy
+            copies = gathered(group, {name: one.detach() for name, one in model.named_parameters()})
+            for tie in model.ties:
+                require_alike(model, tie, copies)
         last = trainer.evaluate(batch(0))
         assert all(one.grad is None for one in model.parameters())
         expected = {name: own_part(model, model.optimizer_strategy, name, one) for name, one in wholes.items()}
@@ -129,6 +145,33 @@ def test_four_ranks_train_five_strategies_in_every_step(run_ranks, optimizer_str
 @pytest.mark.slow
 def test_two_ranks_with_uneven_shares_and_an_optimizer_that_moves(run_ranks):
     check_against_undivided(run_ranks, 2, TWO, [TWO[1], TWO[2], TWO[3]])
+
+
+def test_tied_weights_are_one_parameter(run_ranks):
+    check_against_undivided(run_ranks, 2, TWO, [TWO[2], TWO[0], TWO[1], TWO[2], TWO[4], TWO[2]], ties=True)
+
+
+@on_ranks(2)
+def test_copies_of_a_tied_weight_are_as_the_first_layer_is_filled(rank, group):
+    def fill(number, layer):
+        torch.manual_seed(number)
+        for parameter in layer.parameters():
+            nn.init.normal_(parameter)
+
+    with torch.device("meta"):
+        layers = list(layers_of(torch.float64, ties=True))
+    model = SwitchableModel(layers, strategies=[TWO[2]], process_group=group, initialize=fill, device="cpu")
+    copies = gathered(group, {name: each.detach() for name, each in model.named_parameters()})
+    first = require_alike(model, model.ties[0], copies)
+    torch.manual_seed(0)
+    assert torch.equal(first, nn.init.normal_(torch.empty_like(first)))
+    require_alike(model, model.ties[1], copies)
+
+
+@pytest.mark.slow
+def test_tied_weights_are_one_parameter_where_ranks_are_left_out(run_ranks):
+    check_against_undivided(run_ranks, 3, SOME, [SOME[3], SOME[1], SOME[3], SOME[4], SOME[2], SOME[3]], ties=True)
+    check_against_undivided(run_ranks, 4, FIVE, [FIVE[3], FIVE[4], FIVE[3]], ties=True)
 
 
 @pytest.mark.slow

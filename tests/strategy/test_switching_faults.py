@@ -137,6 +137,7 @@ class Odd(nn.Module):
         return self.named
 
 
+FIRST = Odd()
 DO_NOT_FIT = [
     (lambda: layers_of(), Strategy(1, 2, 2, ranks=(0, 1, 2, 3)), "needs rank 3: there are 2 ranks"),
     (lambda: layers_of(num_blocks=0)[:1], Strategy(1, 1, 2), "strategy"),
@@ -148,7 +149,8 @@ DO_NOT_FIT = [
     (lambda: [Odd(Segment(["up"], "down"), Segment(["up"], "down"))], HALVES, "are in another segment, too"),
     (lambda: [Odd(Segment(["up"], "down"), tied=True)], HALVES, "are one parameter, which cannot be divided"),
     (lambda: [Odd(state=True)], HALVES, "layers.0.mean is a buffer that state dictionaries hold"),
-    (lambda: [Odd()] * 2, HALVES, "layers.0.up.weight and layers.1.up.weight are one parameter"),
+    (lambda: [Odd(Segment(["up"], "down"))] * 2, HALVES, "are one parameter, which segments cannot divide"),
+    (lambda: [FIRST, Odd(FIRST)], HALVES, "layers.0.up.weight and layers.1.named (by reference) are one"),
     (lambda: [Odd().to("meta")], HALVES, "layer 0 is on meta: initialize(number, layer) is needed"),
     (lambda: [], HALVES, "a model needs at least one layer"),
 ]

@@ -42,6 +42,7 @@ from zeroresize.pipeline.layer_contents import (
     require_fitting,
 )
 from zeroresize.pipeline.pipeline import Pipeline
+from zeroresize.pipeline.stage_layers import LayerTensors
 from zeroresize.resharding.parameter_state import (
     GRADIENT,
     PARAMETER,
@@ -228,12 +229,17 @@ class _Read:
 
     def _read_layers(self) -> None:
         pipeline, groups = self._pipeline, groups_of(self._optimizer)
-        texts = self._texts([_note_of(number) for number in pipeline.present])
+        reading = [(number, pipeline.layers[number], pipeline.tensors[number]) for number in pipeline.present]
+        for tie, holders in pipeline.shared:  # a file has its state with the first layer, which may be elsewhere
+            if pipeline.stage in holders[1:]:
+                reading.append((tie.layers[0], nn.Module(), tie.tensors))
+        texts = self._texts(sorted({_note_of(number) for number, *_ in reading}))
         wanted: dict[str, Tensor] = {}
-        installing: list[tuple[LayerNote, list[Tensor]]] = []
-        for number in pipeline.present:
-            layer, layer_tensors = pipeline.layers[number], pipeline.tensors[number]
+        installing: list[tuple[LayerNote, nn.Module, LayerTensors, list[Tensor]]] = []
+        for number, layer, layer_tensors in reading:
             (note,) = notes_from_json(texts[_note_of(number)])
+            if number not in pipeline.present:
+                note = note.of_parameters(layer_tensors.parameters)
             if self._optimizer is None:
                 notes = tuple(one for one in note.tensors if not one.what.startswith(STATE))
                 bare = {name: replace(one, group=None, state={}) for name, one in note.parameters.items()}
@@ -243,13 +249,13 @@ class _Read:
             new = [one.new(pipeline.device) for one in note.tensors]
             keys = [self._key_of(number, one) for one in note.tensors]
             wanted |= dict(zip(keys, new, strict=True))
-            installing.append((note, new))
+            installing.append((note, layer, layer_tensors, new))
             shared = self._shared_buffers(number, layer)
             wanted |= {key: fresh for key, (_, fresh) in shared.items()}
             self._shared += shared.values()
         self._load(wanted)
-        for note, new in installing:
-            arrived = Arrived(note, pipeline.layers[note.layer], pipeline.tensors[note.layer], new)
+        for note, layer, layer_tensors, new in installing:
+            arrived = Arrived(note, layer, layer_tensors, new)
             arrived.read_extra_state()
             self._arrived.append(arrived)
 

@@ -43,6 +43,36 @@ def require_whole_parameters(layers: Sequence[nn.Module]) -> None:
                 )
 
 
+def users_of_parameters(layers: Sequence[nn.Module]) -> dict[Tensor, list[tuple[int, str]]]:
+    """Return the layers that have registered each parameter, by their numbers, with its name there."""
+    users: dict[Tensor, list[tuple[int, str]]] = {}
+    for number, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters():
+            users.setdefault(parameter, []).append((number, name))
+    return users
+
+
+def require_references_within_stages(layers: Sequence[nn.Module], stages: Sequence[int]) -> None:
+    """Check that what layers read without having registered it is a parameter of a layer on their stage.
+
+    Args:
+        stages: of the layers.
+
+    Raises:
+        ValueError: if it is on another one, naming the parameters.
+    """
+    users_of = users_of_parameters(layers)
+    for number, layer in enumerate(layers):
+        for name, parameter in read_parameters(layer):
+            users = users_of.setdefault(parameter, [(number, name)])
+            if all(stages[user] != stages[number] for user, _ in users):
+                raise ValueError(
+                    f"{path_of(*users[0])} and {path_of(number, name)} are one parameter, but their layers are, or may "
+                    "come to be, on different stages: what a layer refers to must be on its stage, unless both layers "
+                    "have it as a parameter of their own (tied weights)"
+                )
+
+
 def path_of(number: int, name: str) -> str:
     return f"layers.{number}.{name}".rstrip(".")
 

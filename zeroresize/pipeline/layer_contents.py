@@ -111,6 +111,12 @@ class LayerNote:
         """Return the bytes of all its tensors."""
         return sum(one.num_bytes for one in self.tensors)
 
+    def of_parameters(self, names: Iterable[str]) -> LayerNote:
+        """Return the note of these parameters alone."""
+        parameters = {name: self.parameters[name] for name in names if name in self.parameters}
+        tensors = (one for one in self.tensors if one.name in parameters and one.what not in (BUFFER, EXTRA))
+        return LayerNote(self.layer, tuple(tensors), parameters)
+
 
 def notes_to_json(notes: Iterable[LayerNote]) -> str:
     """Return a text that :func:`notes_from_json` reads."""
@@ -145,9 +151,10 @@ def describe(
     has_gradient: list[bool] = []
     parameters = {}
     for name, parameter in layer_tensors.parameters.items():
-        if reason := why_of_fixed_size(f"layers.{number}.{name}", parameter):
+        path = f"{layer_tensors.path}.{name}"
+        if reason := why_of_fixed_size(path, parameter):
             raise ValueError(f"{reason}, so its layer cannot move")
-        state = ParameterState(f"layers.{number}.{name}", parameter, parameter, optimizer)
+        state = ParameterState(path, parameter, parameter, optimizer)
         state.require_dense_gradients()
         weight, gradient = state.tensors[PARAMETER], state.tensors.get(GRADIENT)
         contents.append((name, PARAMETER, weight))
@@ -211,15 +218,15 @@ def require_fitting(note: LayerNote, layer: nn.Module, layer_tensors: LayerTenso
         or buffers != layer_tensors.buffers.keys()
     ):
         raise ValueError(
-            f"layers.{note.layer} has the parameters {names[0]} and buffers {sorted(buffers)} where it comes from, and "
-            f"{sorted(layer_tensors.parameters)} and {sorted(layer_tensors.buffers)} here: layers must be built alike "
-            "on all ranks"
+            f"{layer_tensors.path} has the parameters {names[0]} and buffers {sorted(buffers)} where it comes from, "
+            f"and {sorted(layer_tensors.parameters)} and {sorted(layer_tensors.buffers)} here: layers must be built "
+            "alike on all ranks"
         )
     for name, parameter in layer_tensors.parameters.items():
         there, here = note.parameters[name].group, groups.get(id(parameter))
         if there != here:
             raise ValueError(
-                f"layers.{note.layer}.{name} is in parameter group {there} of the optimizer where it comes from, and "
+                f"{layer_tensors.path}.{name} is in parameter group {there} of the optimizer where it comes from, and "
                 f"in {here} here: give every rank's optimizer all of pipeline.parameters(), in the same groups"
             )
 
@@ -253,7 +260,7 @@ class Arrived:
         for name, parameter in self._tensors.parameters.items():
             note = self._note.parameters[name]
             new = {what: tensor for (of, what), tensor in self._new.items() if of == name}
-            state = ParameterState(f"layers.{self._note.layer}.{name}", parameter, parameter, optimizer)
+            state = ParameterState(f"{self._tensors.path}.{name}", parameter, parameter, optimizer)
             state.install_whole(new, note.state, requires_grad=note.requires_grad)
         for name, (module, key) in self._tensors.buffers.items():
             arrived, known = self._new.get((name, BUFFER)), buffers_of(module)[key]

@@ -4,6 +4,9 @@ Beside a backward, weights and optimizer state travel first: they stay as they a
 gradients, its buffers and its extra state travel as soon as the stage is done with it, the last layer first: backward
 comes to it first. There is room for every gradient that may come. Whatever is another at the end than it was when it
 was sent, or does not fit into its room, makes the move outdated.
+
+Tied parameters travel apart from their layers, numbered behind them: to stages that get a layer with one and have none
+yet. Beside a backward their gradients come last: they are final when they have been summed over the stages.
 """
 
 from __future__ import annotations
@@ -15,9 +18,9 @@ from threading import Event
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from zeroresize.layers.whole_parameters import require_whole_parameters
+from zeroresize.layers.whole_parameters import require_references_within_stages, require_whole_parameters
 from zeroresize.pipeline.layer_contents import (
     Arrived,
     LayerNote,
@@ -30,11 +33,11 @@ from zeroresize.pipeline.layer_contents import (
     require_fitting,
 )
 from zeroresize.pipeline.pipeline import Pipeline
-from zeroresize.pipeline.stage_layers import LayerWatcher, require_ties_within_stages
+from zeroresize.pipeline.stage_layers import LayerWatcher
 from zeroresize.plan.partition import Partition
 from zeroresize.resharding.agreement import bytes_up_to_peak
 from zeroresize.resharding.parameter_state import groups_of, require_movable_state, settings_of
-from zeroresize.resharding.parcels import End, Parcel, RankRounds
+from zeroresize.resharding.parcels import End, Pair, Parcel, RankRounds
 from zeroresize.resharding.transaction import Transaction
 from zeroresize.utils.hashing import fingerprint
 from zeroresize.utils.torch_private import version_of
@@ -75,22 +78,37 @@ class LayerMove(Transaction):
     ) -> None:
         super().__init__(pipeline.process_group, pipeline.device)
         self._pipeline, self._max_bytes = pipeline, max_bytes
-        self._layers, self._layer_tensors = list(pipeline.layers), pipeline.tensors
+        self._ties, self._num_layers = pipeline.ties, len(pipeline.layers)
+        self._layers = [*pipeline.layers, *(nn.Module() for _ in self._ties)]
+        self._layer_tensors = [
+            *(each.without(self._ties) for each in pipeline.tensors),
+            *(tie.tensors for tie in self._ties),
+        ]
         if max_bytes < 2:
             raise ValueError(f"max_bytes={max_bytes} is too small: it must be at least 2")
         self.stages = tuple(range(pipeline.num_stages)) if stages is None else tuple(stages)
-        after = Partition.of(boundaries, len(self._layers), len(self.stages))
+        after = Partition.of(boundaries, self._num_layers, len(self.stages))
         self.boundaries = after.boundaries
         self.title = f"a move of layers to boundaries {list(self.boundaries)}"
         require_whole_parameters(self._layers)
-        require_ties_within_stages(self._layers, self.boundaries)
+        require_references_within_stages(self._layers[: self._num_layers], after.stages)
         self._optimizer = require_movable_state(optimizer, dict(pipeline.named_parameters()))
         self._groups = groups_of(self._optimizer)
-        self.moving = Partition(pipeline.boundaries).transfers_to(after, self.stages)
+        before = Partition(pipeline.boundaries)
+        self.moving = before.transfers_to(after, self.stages)
+        self._leaving = [layer for layer, source, _ in self.moving if source == self._rank]
+        self._routes: dict[int, tuple[Pair, ...]] = {layer: ((source, to),) for layer, source, to in self.moving}
+        stages_after = [self.stages[stage] for stage in after.stages]
+        for number, tie in enumerate(self._ties, self._num_layers):
+            held, wanted = tie.holders(before.stages), tie.holders(stages_after)
+            self._routes[number] = tuple((held[0], stage) for stage in wanted if stage not in held)
+            self._leaving += [number] if self._rank in held and self._rank not in wanted else []
         self._sent: dict[int, tuple[LayerNote, list[Tensor]]] = {
-            transfer.layer: self._described(transfer.layer) for transfer in self.moving if transfer.source == self._rank
+            number: self._described(number)
+            for number, routes in self._routes.items()
+            if any(source == self._rank for source, _ in routes)
         }
-        self._coming = [transfer.layer for transfer in self.moving if transfer.destination == self._rank]
+        self._coming = [number for number, routes in self._routes.items() if any(to == self._rank for _, to in routes)]
         plan = [type(self).__name__, pipeline.boundaries, self.boundaries, self.stages, max_bytes]
         self.plan = fingerprint(json.dumps([*plan, settings_of(self._optimizer)]))
 
@@ -110,10 +128,10 @@ class LayerMove(Transaction):
         self.parcels: list[Parcel] = []
         #: The layer of each parcel, and which of its tensors that is.
         self._travelling: list[tuple[int, int]] = []
-        for number, source, destination in self.moving:
-            for index, note in enumerate(self._notes[number].tensors):
+        for number, routes in self._routes.items():
+            for index, note in enumerate(self._notes[number].tensors if routes else ()):
                 turn = self.turn_of(number, note)
-                self.parcels.append(Parcel(((source, destination),), note.num_bytes, 1, torch.uint8, turn))
+                self.parcels.append(Parcel(routes, note.num_bytes, 1, torch.uint8, turn))
                 self._travelling.append((number, index))
         self.lay_out(RankRounds.of(self.parcels, self._rank, self._max_bytes))
         self.new_bytes = sum(self._notes[number].num_bytes for number in self._coming)
@@ -163,7 +181,7 @@ class LayerMove(Transaction):
 
         The pipeline does not run them yet: see :meth:`Pipeline.follow`.
         """
-        for number in self._sent:
+        for number in self._leaving:
             let_go(self._layer_tensors[number], self._optimizer)
         for arrived in self._arrived:
             arrived.install(self._optimizer)
@@ -194,7 +212,7 @@ class LayerMoveDuringBackward(LayerMove):
         super().__init__(pipeline, boundaries, optimizer, max_bytes)
         if num_steps < 1:
             raise ValueError(f"num_steps={num_steps} is not allowed: it is at least 1")
-        self.finished = FinishedLayers(pipeline, num_steps)
+        self.finished = FinishedLayers(pipeline, num_steps, range(self._num_layers, len(self._layers)))
         self.message_device = torch.device("cpu")
         self._versions = {number: list(map(version_of, tensors)) for number, (_, tensors) in self._sent.items()}
         self._was_finished: set[int] = set()
@@ -211,7 +229,9 @@ class LayerMoveDuringBackward(LayerMove):
         return not all(map(self._is_as_sent, self._sent))
 
     def turn_of(self, number: int, tensor: TensorNote) -> int:
-        return 0 if tensor.is_constant else len(self._layers) - number
+        if tensor.is_constant:
+            return 0
+        return self._num_layers - number if number < self._num_layers else len(self._layers)
 
     def sent_tensor(self, number: int, index: int) -> Tensor:
         """Return a tensor of a layer; of what is not constant, once the stage is done with the layer."""
@@ -266,13 +286,15 @@ class FinishedLayers(LayerWatcher):
 
     Args:
         num_steps: of the pipeline within the block.
+        ties: further numbers, of what is final at the end of the block.
     """
 
-    def __init__(self, pipeline: Pipeline, num_steps: int) -> None:
+    def __init__(self, pipeline: Pipeline, num_steps: int, ties: Iterable[int]) -> None:
         super().__init__(pipeline.module.watchers)
         self._device, self._steps_left, self._num_microbatches = pipeline.device, num_steps, 0
-        self._open, self._counts = set(pipeline.present), Counter[int]()
-        self._finished = {number: Event() for number in pipeline.present}
+        self._present, self._counts = pipeline.present, Counter[int]()
+        self._open = set(self._present)
+        self._finished = {number: Event() for number in (*self._present, *ties)}
         self._on_device: dict[int, torch.cuda.Event] = {}
 
     def __exit__(self, *error: Any) -> None:
@@ -298,7 +320,7 @@ class FinishedLayers(LayerWatcher):
             if not self._steps_left and self._counts[each] == self._num_microbatches:
                 self._finish(each)
         if number is None:
-            self._open = set(self._finished)
+            self._open = set(self._present)
 
     def _finish(self, number: int) -> None:
         if self._finished[number].is_set():

@@ -46,7 +46,7 @@ def move_layers(
     With a layer travel its parameters, buffers, gradients where there are some, all optimizer state, what its modules'
     ``get_extra_state`` returns, and whether parameters require gradients and modules are in training. All arrives bit
     for bit, so layers that move away and back leave everything as it was. Modules, Parameter objects and the
-    optimizer's parameter groups stay; see :class:`Pipeline`.
+    optimizer's parameter groups stay; see :class:`Pipeline`. Tied parameters travel to stages that have no copy.
 
     All or nothing: nobody changes anything before every rank has received all. Until then a rank holds the layers that
     come beside those that go, and messages of at most ``max_bytes``.
@@ -57,9 +57,9 @@ def move_layers(
         max_bytes: of messages that this rank sends and receives at once; at least 2.
 
     Raises:
-        ValueError: for boundaries that do not fit, layers inside wrappers of data parallelism, a parameter of layers on
-            different stages, an optimizer that is a wrapper or ZeRO, or does not step all parameters that want
-            gradients, or state that cannot move; the other ranks raise a RuntimeError.
+        ValueError: for boundaries that do not fit, layers inside wrappers of data parallelism, a reference to a
+            parameter of a layer on another stage, an optimizer that is a wrapper or ZeRO, or does not step all
+            parameters that want gradients, or state that cannot move; the other ranks raise a RuntimeError.
         NotEnoughMemoryError: on every rank, if the new tensors and messages do not fit on some.
         RuntimeError: on every rank that lives, if ranks differ in boundaries or the optimizer's settings, or one dies
             or fails; it names them. After any of these everything is as it was. Only what ``set_extra_state`` of a
@@ -101,9 +101,9 @@ def moving_during_backward(
 
     As :func:`~zeroresize.pipeline.move_layers`, bit for bit and all or nothing; but messages travel meanwhile, on a
     group of their own that its first use makes. Weights and optimizer state go first. The gradients and buffers of a
-    layer follow when its backward is over, the last layer first. The layers are in place at the end of the block.
-    Messages are on the CPU, also those of what is on a GPU. New tensors must fit beside all that the pipeline computes
-    with: on a GPU beside the most memory that was allocated so far.
+    layer follow when its backward is over, the last layer first; gradients of tied parameters, which are summed before,
+    at the end of the block. Then the layers are in place. Messages are on the CPU, also those of what is on a GPU. New
+    tensors must fit beside all that the pipeline computes with: on a GPU beside the most memory allocated so far.
 
     Args:
         boundaries: stage ``s`` then has the layers from ``boundaries[s]`` up to ``boundaries[s + 1]``.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,20 +20,22 @@ from zeroresize.comm.collectives import (
 )
 from zeroresize.comm.exchange import Meet
 from zeroresize.comm.groups import CpuGroup, destroy_side_group
-from zeroresize.layers.whole_parameters import require_whole_parameters
+from zeroresize.layers.whole_parameters import require_references_within_stages, require_whole_parameters
 from zeroresize.optim.gradient_clipping import grad_norm, norm_over, scale_gradients
 from zeroresize.pipeline.stage_layers import (
     Initialize,
     StageLayers,
+    Tie,
     divided_by_parameters,
     place,
     require_initialize,
-    require_ties_within_stages,
     tensors_by_layer,
+    ties_of,
 )
 from zeroresize.pipeline.stage_steps import Make, StageSteps
 from zeroresize.plan.partition import Partition
-from zeroresize.resharding.agreement import agreed, let_others_know, make_alike, meet_over
+from zeroresize.resharding.agreement import agreed, let_others_know, make_alike, meet_over, sum_alike
+from zeroresize.resharding.parameter_state import ParameterState
 from zeroresize.runtime.counted_loss import Count, CountedLoss, Loss, multiply_gradients, total_count
 from zeroresize.runtime.schedules import Schedule
 from zeroresize.utils.checked import checked, integer
@@ -50,6 +53,9 @@ class Pipeline:
     all modules and Parameter objects are there, empty where the layer is on another stage. Give the optimizer
     :meth:`parameters`, all of them: torch's optimizers skip those without a gradient, and groups stay alike on all
     ranks wherever layers move (:func:`~zeroresize.pipeline.move_layers`).
+
+    A parameter that several layers have, as a tied embedding and head, is on every stage with one of them: as the first
+    of them is built or filled, and with the gradient of the undivided model after each step, bitwise alike.
 
     Its constructor is collective.
 
@@ -82,14 +88,16 @@ class Pipeline:
         replicas: may be set, alike on all ranks; a balancer with ``replicas`` does.
         schedule: as given.
         stage: this rank's number within the group; -1 where it was released.
-        tensors: what moves with each layer [L].
+        tensors: what each layer has [L], without parameters of earlier ones.
+        ties: the parameters that several layers have.
         num_steps: how often :meth:`step` was called.
 
     Raises:
-        ValueError: for boundaries that do not fit, such as fewer layers than stages; layers in wrappers; a parameter
-            of layers on different stages; layers on the meta device without ``initialize``; another schedule, such as a
-            class of torch.distributed.pipelining.
-        RuntimeError: on every rank, if they differ in layers, boundaries, micro-batches or schedule.
+        ValueError: for boundaries that do not fit, such as fewer layers than stages; layers in wrappers; a reference to
+            a parameter of a layer on another stage; layers on the meta device without ``initialize``; another schedule,
+            such as a class of torch.distributed.pipelining.
+        RuntimeError: on every rank, if they differ in layers, boundaries, micro-batches or schedule, or filling them
+            fails on one.
     """
 
     def __init__(
@@ -127,9 +135,10 @@ class Pipeline:
                 else Partition.of(boundaries, len(whole), self.num_stages)
             ).boundaries
             require_whole_parameters(whole)
-            require_ties_within_stages(whole, self.boundaries)
+            require_references_within_stages(whole, Partition(self.boundaries).stages)
             require_initialize(whole, self._present(), initialize)
-            self.description = fingerprint(str([num_microbatches, schedule, _description(whole)]))
+            ties = [(tie.path, tie.layers) for tie in ties_of(whole)]
+            self.description = fingerprint(str([num_microbatches, schedule, _description(whole), ties]))
             return whole
 
         same = "layers, boundaries, micro-batches or schedule"
@@ -137,8 +146,12 @@ class Pipeline:
         self.module = StageLayers(whole, self._present())
         self._steps = StageSteps(schedule, self.module, self.device, self.loss)
         self._steps.follow(process_group)
-        place(whole, self.module.present, self.device, initialize)
-        self.tensors = tensors_by_layer(whole)
+        fill = partial(place, whole, self.module.present, self.device, initialize)
+        agreed(self.meet(), fill, what="the layers of a pipeline")
+        self.tensors, self.ties = tensors_by_layer(whole), ties_of(whole)
+        for tie, holders in self.shared:
+            if self.stage in holders:  # layers may have been filled otherwise on each
+                sum_alike(tie.parameter, holders[:1], holders, process_group)
 
     @property
     def process_group(self) -> ProcessGroup:
@@ -164,6 +177,12 @@ class Pipeline:
     def present(self) -> range:
         """The numbers of this stage's layers."""
         return self.module.present
+
+    @property
+    def shared(self) -> list[tuple[Tie, list[int]]]:
+        """The tied parameters that several stages have now, each with these stages; the same on every rank."""
+        stages = Partition(self.boundaries).stages if self.ties else []
+        return [(tie, holders) for tie in self.ties if len(holders := tie.holders(stages)) > 1]
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over the parameters of all layers, for an optimizer; those of other stages have no elements.
@@ -226,7 +245,7 @@ class Pipeline:
                 On the last stage, where no target counts; the others raise a RuntimeError then.
                 For a batch without samples.
             RuntimeError: where another stage has such an error, or does not come. In the first step also where a layer
-                or the loss fails on any stage, on all of them.
+                or the loss fails on any stage, on all of them. Where gradients of a tied parameter cannot be summed.
         """
         _require_gradients("step")
         return self._run_microbatches(
@@ -340,7 +359,9 @@ class Pipeline:
         _ = self.process_group  # an error where this rank was released
         self.num_steps += 1
         with self._gradients_apart():
-            return self._scaled(self._steps.step(make, self._count))
+            loss = self._scaled(self._steps.step(make, self._count))
+            self._sum_tied_gradients()
+            return loss
 
     def _count(self, targets: Sequence[Any], sizes: Sequence[float]) -> None:
         """Learn what the micro-batches count, before the first forward; collective, where that may be nothing."""
@@ -385,8 +406,9 @@ class Pipeline:
 
     @contextmanager
     def _gradients_apart(self) -> Iterator[None]:
-        """Keep what earlier steps have added to gradients out of what may be scaled."""
-        before = [(each, each.grad) for each in self.parameters() if self._meets_after and each.grad is not None]
+        """Keep what earlier steps have added to gradients out of what may be scaled, or is summed over stages."""
+        apart = self.parameters() if self._meets_after else [tie.parameter for tie, _ in self.shared]
+        before = [(each, each.grad) for each in apart if each.grad is not None]
         for parameter, _ in before:
             parameter.grad = None
         try:
@@ -394,6 +416,33 @@ class Pipeline:
         finally:
             for parameter, gradient in before:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+    def _sum_tied_gradients(self) -> None:
+        """Sum the step's gradients of tied parameters over the stages that have them, as Megatron does; collective."""
+        shared = self.shared
+        if not shared:
+            return
+
+        def kinds_here() -> list[float]:
+            for tie, _ in shared:
+                ParameterState(tie.path, tie.parameter, None, None).require_dense_gradients()
+            gradients = [tie.parameter.grad for tie, _ in shared]
+            return [0.0 if each is None else fingerprint(f"{each.shape} {each.dtype}") for each in gradients]
+
+        _, table = agreed(meet_over(self.process_group, self.device), kinds_here, lambda row: row, what="a step")
+        kinds_of = list(zip(*table, strict=True))  # by tie and stage
+        for (tie, holders), kinds in zip(shared, kinds_of, strict=True):
+            if len(set(kinds) - {0.0}) > 1:
+                raise RuntimeError(
+                    f"the gradients of {tie.path} on the stages {holders} are of different shapes or types, so they "
+                    "cannot be summed: a parameter that layers of several stages have must be whole on each of them"
+                )
+        for (tie, holders), kinds in zip(shared, kinds_of, strict=True):
+            senders = [stage for stage in holders if kinds[stage]]
+            if senders and self.stage in holders:
+                if tie.parameter.grad is None:
+                    tie.parameter.grad = torch.zeros_like(tie.parameter)
+                sum_alike(tie.parameter.grad, senders, holders, self.process_group)
 
     @property
     def _meet_replicas(self) -> Meet:
@@ -428,7 +477,9 @@ def clip_grad_norm_(pipeline: Pipeline, max_norm: float) -> Tensor:
         ValueError: for layers of several tensor-parallel groups.
     """
     parameters = list(pipeline.parameters())  # of all stages' layers, so all ranks find the same groups
-    total = norm_over(grad_norm(parameters).to(pipeline.device).square(), pipeline.process_group)
+    elsewhere = {tie.parameter for tie, holders in pipeline.shared if holders[0] != pipeline.stage}
+    counting = [parameter for parameter in parameters if parameter not in elsewhere]
+    total = norm_over(grad_norm(counting).to(pipeline.device).square(), pipeline.process_group)
     scale_gradients(parameters, max_norm, total)
     return total
 

@@ -14,7 +14,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 
 from zeroresize.comm.collectives import as_process_group
 from zeroresize.comm.pausing import Pausable
-from zeroresize.layers.whole_parameters import require_whole_parameters
+from zeroresize.layers.whole_parameters import require_references_within_stages, require_whole_parameters
 from zeroresize.measure.links import measure_move_cost
 from zeroresize.optim.independence import why_not_by_parameter
 from zeroresize.pipeline.layer_contents import extra_state_of
@@ -24,7 +24,6 @@ from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.records import ProfileRecord
 from zeroresize.pipeline.repacking import Repack, RepackingReport, carry_out_repacking, stage_that_stays
 from zeroresize.pipeline.replicas import PipelineReplicas, StageUnits, have_settled, leave_layers
-from zeroresize.pipeline.stage_layers import require_ties_within_stages
 from zeroresize.policy.moves.move_cost import MoveCost, most_bytes
 from zeroresize.policy.moves.rental import MIN_SAVING
 from zeroresize.policy.pipeline.division import NothingFitsError
@@ -145,7 +144,7 @@ class PipelineBalancer(Pausable):
         steps: how many blocks are over.
 
     Raises:
-        ValueError: for values that are not allowed; for layers of which some share a parameter or that are inside
+        ValueError: for values that are not allowed; for layers that refer to parameters of others, or that are inside
             DistributedDataParallel or FSDP, and for an optimizer that is a wrapper, does not step all parameters that
             want gradients, or is not known to step each by itself (LBFGS).
         RuntimeError: on every rank, if ranks differ in these values or in the optimizer's parameter groups.
@@ -541,9 +540,9 @@ def _movable_groups(pipeline: Pipeline, optimizer: torch.optim.Optimizer | None)
     """
     layers = list(pipeline.layers)
     try:
-        require_ties_within_stages(layers, range(len(layers) + 1))
+        require_references_within_stages(layers, range(len(layers)))
     except ValueError as error:
-        raise ValueError(f"layers cannot be moved one by one, so make one of those that share: {error}") from error
+        raise ValueError(f"layers cannot be moved one by one, so make one of those: {error}") from error
     require_whole_parameters(layers)
     for number in pipeline.present:
         extra_state_of(number, layers[number])

@@ -2,7 +2,8 @@
 
 Every rank has every module and every Parameter object. Where a layer is **away**, on another stage, its parameters and
 buffers have no elements: their first dimension is 0. So an optimizer that is given all parameters has the same groups
-on every rank, whatever layers do, and hooks and references stay.
+on every rank, whatever layers do, and hooks and references stay. A parameter that several layers have, as tied
+embeddings and heads, is on every stage with one of them.
 
 Watchers are told what the layers compute, forward and backward; the loss is watched as one more layer, L. Autograd's
 graph knows no layers. But the gradient of a layer's output arrives when everything behind the layer has been computed,
@@ -15,15 +16,15 @@ Messages belong to no layer.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zeroresize.layers.whole_parameters import path_of, read_parameters
+from zeroresize.layers.whole_parameters import path_of, require_references_within_stages, users_of_parameters
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.pipeline.division import PipelineLoad, balanced_partition
 from zeroresize.resharding.parameter_state import emptied, replace_data
@@ -151,30 +152,49 @@ class StageLayers(nn.Module):
         return tuple(one.contiguous() for one in tensors)
 
 
-def require_ties_within_stages(layers: Sequence[nn.Module], boundaries: Sequence[int]) -> None:
-    """Check that layers that share a parameter, or refer to another one's, are on one stage.
+@dataclass(frozen=True)
+class Tie:
+    """Describes a parameter that several layers have (tied weights): it is on every stage with one of them.
 
-    Raises:
-        ValueError: if not, naming the parameters.
+    Attributes:
+        name: within the first of the layers.
+        layers: their numbers, ascending.
     """
-    stages = Partition(tuple(boundaries)).stages
-    first: dict[int, tuple[int, str]] = {}
-    for number, layer in enumerate(layers):
-        for name, parameter in read_parameters(layer):
-            other, other_name = first.setdefault(id(parameter), (number, name))
-            if stages[other] != stages[number]:
-                raise ValueError(
-                    f"{path_of(other, other_name)} and {path_of(number, name)} are one parameter (tied weights, or a "
-                    f"reference), but with boundaries {list(boundaries)} they are on stages {stages[other]} and "
-                    f"{stages[number]}: layers that share parameters must be on one stage"
-                )
+
+    parameter: Tensor
+    name: str
+    layers: tuple[int, ...]
+
+    @property
+    def path(self) -> str:
+        """Return its name in the whole model."""
+        return path_of(self.layers[0], self.name)
+
+    @property
+    def tensors(self) -> LayerTensors:
+        """Return it alone, as it travels and as the first layer has it."""
+        return LayerTensors(path_of(self.layers[0], ""), {self.name: self.parameter}, {})
+
+    def holders(self, stages: Sequence[int]) -> list[int]:
+        """Return the stages that have it, ascending, by the stage of each layer [L]."""
+        return sorted({stages[number] for number in self.layers})
+
+
+def ties_of(layers: Sequence[nn.Module]) -> list[Tie]:
+    """Return the parameters that several layers have, in the order of the first of these."""
+    return [
+        Tie(parameter, users[0][1], tuple(number for number, _ in users))
+        for parameter, users in users_of_parameters(layers).items()
+        if len(users) > 1
+    ]
 
 
 def divided_by_parameters(layers: Sequence[nn.Module], num_stages: int) -> Partition:
     """Return the partition of layers [L] whose largest stage has the fewest parameters, frozen ones included.
 
-    Where equally many layers on each stage are as good, it is that one, and where layers that share parameters would
-    be parted. Tensors may be on the meta device. It is a ValueError if there are fewer layers than stages.
+    Where equally many layers on each stage are as good, it is that one, and where a layer would be parted from another
+    one whose parameter it refers to. Tensors may be on the meta device. It is a ValueError if there are fewer layers
+    than stages.
     """
     uniform = Partition.uniform(len(layers), num_stages)
     load = PipelineLoad.of([float(num_parameters(layer)) for layer in layers], num_stages)
@@ -182,7 +202,7 @@ def divided_by_parameters(layers: Sequence[nn.Module], num_stages: int) -> Parti
     if load.slowest(balanced) >= load.slowest(uniform):
         return uniform
     try:
-        require_ties_within_stages(layers, balanced.boundaries)
+        require_references_within_stages(layers, balanced.stages)
     except ValueError:
         return uniform
     return balanced
@@ -195,16 +215,23 @@ def num_parameters(layer: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class LayerTensors:
-    """Holds what belongs to a layer alone, by name within it, and so moves with it.
+    """Holds what belongs to a layer alone, by name within it, and so moves with it; or a tied parameter alone.
 
     Attributes:
+        path: of the layer.
         parameters: without those that an earlier layer has, too.
         buffers: each as (module, name there). Not those that several layers share, such as a table of rotary
             embeddings: these are on every stage.
     """
 
-    parameters: dict[str, nn.Parameter]
+    path: str
+    parameters: Mapping[str, Tensor]
     buffers: dict[str, tuple[nn.Module, str]]
+
+    def without(self, ties: Iterable[Tie]) -> LayerTensors:
+        """Return all but tied parameters."""
+        tied = {tie.parameter for tie in ties}
+        return replace(self, parameters={name: one for name, one in self.parameters.items() if one not in tied})
 
 
 def tensors_by_layer(layers: Sequence[nn.Module]) -> list[LayerTensors]:
@@ -212,7 +239,7 @@ def tensors_by_layer(layers: Sequence[nn.Module]) -> list[LayerTensors]:
     num_users = Counter(id(one) for layer in layers for one in (*layer.modules(), *layer.buffers()))
     seen: set[int] = set()
     by_layer = []
-    for layer in layers:
+    for number, layer in enumerate(layers):
         parameters = {name: one for name, one in layer.named_parameters() if id(one) not in seen}
         seen |= set(map(id, parameters.values()))
         buffers = {
@@ -221,7 +248,7 @@ def tensors_by_layer(layers: Sequence[nn.Module]) -> list[LayerTensors]:
             for name, buffer in buffers_of(module).items()
             if num_users[id(module)] == 1 and (buffer is None or num_users[id(buffer)] == 1)
         }
-        by_layer.append(LayerTensors(parameters, buffers))
+        by_layer.append(LayerTensors(path_of(number, ""), parameters, buffers))
     return by_layer
 
 
@@ -257,6 +284,7 @@ def place(layers: Sequence[nn.Module], present: range, device: torch.device, ini
         if number not in present:
             moving |= set(map(id, layer_tensors.parameters.values()))
             moving |= {id(buffers_of(module)[name]) for module, name in layer_tensors.buffers.values()}
+    moving -= {id(one) for number in present for one in layers[number].parameters()}  # tied ones are here, too
     placed: dict[int, tuple[Tensor, Tensor]] = {}  # with the old ones, lest others get their id
     for module in (module for layer in layers for module in layer.modules()):
         of_module: tuple[dict[str, Any], ...] = (parameters_of(module), buffers_of(module))
@@ -271,7 +299,11 @@ def place(layers: Sequence[nn.Module], present: range, device: torch.device, ini
     for number in on_meta:
         assert initialize is not None
         with torch.no_grad():
+            earlier = [one for each in present[: number - present.start] for one in layers[each].parameters()]
+            tied = [(one, one.clone()) for one in set(earlier) & set(layers[number].parameters())]
             initialize(number, layers[number])
+            for parameter, filled in tied:  # by the first layer that has it, in whatever division
+                parameter.copy_(filled)
 
 
 def _placed(tensor: Tensor, is_away: bool, device: torch.device) -> Tensor:

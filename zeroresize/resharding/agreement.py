@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 from zeroresize.comm.collectives import (
     Channel,
     Waitable,
+    group_rank,
     group_ranks,
     group_size,
     message_device,
@@ -121,6 +122,29 @@ def wait_for_all(transfers: Mapping[int, Sequence[Waitable]]) -> dict[int, Runti
             except RuntimeError as error:
                 errors.setdefault(peer, error)
     return errors
+
+
+@torch.no_grad()
+def sum_alike(tensor: Tensor, senders: Sequence[int], holders: Sequence[int], process_group: ProcessGroup) -> None:
+    """Put the sum of some ranks' tensors in place of it on all holders, bitwise alike; collective over these alone.
+
+    Args:
+        senders: whose tensors are added up, in this order.
+        holders: the ranks of the group that call, senders among them.
+
+    Raises:
+        RuntimeError: if one of them does not come; the tensor is as it was then.
+    """
+    rank, here = group_rank(process_group), tensor.detach().contiguous()
+    here = here.to(message_device(process_group, tensor.device))
+    receives = {sender: torch.empty_like(here) for sender in senders if sender != rank}
+    sends = {holder: here for holder in holders if holder != rank and rank in senders}
+    for error in wait_for_all(start_messages(sends, receives, process_group)).values():
+        raise error
+    total, *others = (receives.get(sender, here) for sender in senders)
+    for other in others:
+        total.add_(other)
+    tensor.copy_(total)
 
 
 def meet_prepared(

@@ -97,7 +97,7 @@ class SwitchableModel:
         failure: what ended a step under way, told by who runs it; None if nothing did, and after :meth:`abandon`.
 
     Raises:
-        ValueError: for strategies that do not fit the ranks or layers, parameters that layers share, buffers with
+        ValueError: for strategies that do not fit the ranks or layers, tied parameters that are divided, buffers with
             state, layers inside DistributedDataParallel or FSDP, segments and types that do not fit; see
             :class:`~zeroresize.strategy.placement.whole_layers.WholeLayers`.
         RuntimeError: if ranks differ in what they were given, the weights included, if one fails, or does not come.
@@ -143,6 +143,7 @@ class SwitchableModel:
             checked,
             lambda given: [
                 [[asdict(tensor.spec), str(tensor.dtype)] for tensor in given[0].tensors],
+                given[0].ties,
                 [strategy.as_dict() for strategy in given[1]],
                 optimizer_strategy and Strategy.of(optimizer_strategy).as_dict(),
                 [max_bytes, str(compute_dtype), str(gradient_dtype)],
@@ -190,6 +191,11 @@ class SwitchableModel:
     def tensors(self) -> list[TensorSpec]:
         """Return [P] the names, shapes and divisions of the undivided model's tensors."""
         return [one.spec for one in self._layers.tensors]
+
+    @property
+    def ties(self) -> list[list[int]]:
+        """Return the numbers of tensors that are one parameter, of which each of several layers has a copy."""
+        return self._layers.ties
 
     @property
     def num_layers(self) -> int:
@@ -321,6 +327,8 @@ class SwitchableModel:
     def collect(self) -> SwitchReport:
         """End a step: weights and gradients go to the optimizer's strategy, and gradients are summed over its replicas.
 
+        And those of tied parameters over their layers, each of which has a copy, bitwise alike.
+
         Then ``optimizer.step()`` may follow.
 
         Raises:
@@ -330,6 +338,7 @@ class SwitchableModel:
         report = self.switch_to(self.optimizer_strategy)
         self._let_go_of_casts()  # the optimizer's step makes them stale
         self._optimizer_placement.sum_gradients()
+        self._optimizer_placement.sum_ties(self.ties, self.optimizer_strategy.partition(self.num_layers).stages)
         return replace(report, seconds=time.perf_counter() - begin)
 
     @by_one_thread

@@ -190,6 +190,8 @@ def grad_norm(model: SwitchableModel) -> Tensor:
     """
     dp, tp = model.optimizer_strategy.dp, model.optimizer_strategy.tp
     num_holders = {spec.name: dp if spec.division is not None else dp * tp for spec in model.tensors}
+    for tie in model.ties:
+        num_holders |= {model.tensors[index].name: len(tie) * dp * tp for index in tie}
     parameters = ((parameter, num_holders[name]) for name, parameter in model.named_parameters())
     return norm_of_replicated(parameters, model.process_group, model.device)
 

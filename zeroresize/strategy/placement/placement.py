@@ -15,6 +15,7 @@ from zeroresize.comm.collectives import NamedWork, group_rank, group_size, start
 from zeroresize.comm.groups import destroy_side_group, make_side_group
 from zeroresize.plan.layout import Indices, Layout
 from zeroresize.plan.strategy import Position, Strategy
+from zeroresize.resharding.agreement import sum_alike
 from zeroresize.strategy.placement.whole_layers import WholeLayers, WholeTensor, hollow
 
 #: Small gradients are summed together, up to so many bytes.
@@ -218,6 +219,24 @@ class Placement:
             under_way.append((bucket, flat, start_all_reduce(flat, self.groups.dp)))
         while under_way:
             _finish(*under_way.popleft())
+
+    def sum_ties(self, ties: Iterable[Sequence[int]], stages: Sequence[int]) -> None:
+        """Put the sum of tied tensors' gradients in place of each; collective over the pipeline, last of all sums.
+
+        Args:
+            ties: the numbers of tensors that are one parameter.
+            stages: of the layers.
+        """
+        for tie in ties:
+            here = [self.masters[number].grad for number in tie if number in self.masters]
+            gradients = [gradient for gradient in here if gradient is not None]  # all or none: see sum_gradients
+            for other in gradients[1:]:
+                gradients[0].add_(other)
+            if gradients:
+                holders = sorted({stages[self.tensors[number].spec.layer] for number in tie})
+                sum_alike(gradients[0], holders, holders, self.groups.pipeline)
+            for other in gradients[1:]:
+                other.copy_(gradients[0])
 
 
 def _buckets(gradients: Iterable[Tensor]) -> list[list[Tensor]]:

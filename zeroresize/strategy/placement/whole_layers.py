@@ -18,7 +18,12 @@ from torch.distributed import ProcessGroup
 from zeroresize.layers.linear import ColumnParallelLinear, RowParallelLinear
 from zeroresize.layers.segment import Segment
 from zeroresize.layers.splitting import checked_parts
-from zeroresize.layers.whole_parameters import path_of, read_parameters, require_whole_parameters
+from zeroresize.layers.whole_parameters import (
+    path_of,
+    require_references_within_stages,
+    require_whole_parameters,
+    users_of_parameters,
+)
 from zeroresize.plan.layout import TensorSpec, UnitDivision
 from zeroresize.utils.torch_private import parameters_of, unsaved_buffers_of
 
@@ -72,12 +77,15 @@ class WholeLayers:
 
     Attributes:
         tensors: [P], in the order of the layers and of their ``named_parameters``.
+        ties: numbers of tensors that are one parameter (tied weights). Each of the layers has a copy, and gradients of
+            copies are to be summed.
         compute_dtype: as given.
 
     Raises:
-        ValueError: for layers inside DistributedDataParallel or FSDP, parameters that are no plain tensors or that
-            layers share, buffers that state dictionaries hold, and segments whose layers do not exist, are no
-            ``nn.Linear``, or do not fit each other. For a ``compute_dtype`` that is not of floating-point numbers, and
+        ValueError: for layers inside DistributedDataParallel or FSDP, parameters that are no plain tensors, that layers
+            refer to without having them, or that several layers have and segments divide, buffers that state
+            dictionaries hold, and segments whose layers do not exist, are no ``nn.Linear``, or do not fit each other.
+            For a ``compute_dtype`` that is not of floating-point numbers, and
             parameters that are not where it is given.
     """
 
@@ -94,7 +102,8 @@ class WholeLayers:
         if compute_dtype is not None and not compute_dtype.is_floating_point:
             raise ValueError(f"compute_dtype={compute_dtype} is not allowed: a type such as torch.bfloat16 is needed")
         require_whole_parameters(self._layers)
-        _require_nothing_shared(self._layers)
+        require_references_within_stages(self._layers, range(len(self._layers)))
+        _require_constant_buffers(self._layers)
         self.tensors: list[WholeTensor] = []
         for number, layer in enumerate(self._layers):
             divisions = _divisions(number, layer, self._segments(number, layer))
@@ -107,6 +116,13 @@ class WholeLayers:
                     )
                 spec = TensorSpec(full_name, number, shape, parameter.element_size(), divisions.get(name))
                 self.tensors.append(WholeTensor(spec, name, parameter.dtype, parameter.requires_grad))
+        numbers = {tensor.spec.name: index for index, tensor in enumerate(self.tensors)}
+        users_of = users_of_parameters(self._layers).values()
+        self.ties = [[numbers[path_of(*user)] for user in users] for users in users_of if len(users) > 1]
+        for tie in self.ties:
+            names = [self.tensors[index].spec.name for index in tie]
+            if any(self.tensors[index].spec.division is not None for index in tie):
+                raise ValueError(f"{names} are one parameter, which segments cannot divide: give each layer its own")
 
     @property
     def num_layers(self) -> int:
@@ -133,6 +149,8 @@ class WholeLayers:
             ValueError: for layers on meta without ``initialize``.
         """
         tensors = iter(enumerate(self.tensors))
+        first_of = {index: tie[0] for tie in self.ties for index in tie}
+        filled: dict[int, Tensor] = {}  # tied parameters, by the first layer that has them
         for number, layer in enumerate(self._layers):
             whole = layer
             if any(tensor.is_meta for tensor in (*layer.parameters(), *layer.buffers())):
@@ -145,7 +163,7 @@ class WholeLayers:
                 known = tensor.own_name, tensor.spec.shape, tensor.dtype
                 if (name, tuple(parameter.shape), parameter.dtype) != known:
                     raise ValueError(f"initialize({number}, layer) changed {tensor.spec.name}: it may only fill it")
-                part(index, tensor, parameter)
+                part(index, tensor, filled.setdefault(first_of[index], parameter) if index in first_of else parameter)
             on_meta = _copied(whole, device)
             self._layers[number] = on_meta if self.compute_dtype is None else on_meta.to(self.compute_dtype)
 
@@ -257,17 +275,9 @@ def _linear(layer: nn.Module, name: str, title: str) -> nn.Linear:
     return module
 
 
-def _require_nothing_shared(layers: Sequence[nn.Module]) -> None:
-    """Check that no two layers have a parameter together, and that no buffer holds what a switch would lose."""
-    owners: dict[int, tuple[int, str]] = {}
+def _require_constant_buffers(layers: Sequence[nn.Module]) -> None:
+    """Check that no buffer holds what a switch would lose."""
     for number, layer in enumerate(layers):
-        for name, parameter in read_parameters(layer):
-            owner, other = owners.setdefault(id(parameter), (number, name))
-            if owner != number:
-                raise ValueError(
-                    f"{path_of(owner, other)} and {path_of(number, name)} are one parameter: layers that may be on "
-                    "different stages cannot share one; give each its own"
-                )
         for path, module in layer.named_modules():
             for name, buffer in module.named_buffers(path, recurse=False):
                 if buffer is not None and name.rpartition(".")[2] not in unsaved_buffers_of(module):
