@@ -53,13 +53,14 @@ def words(number):
     return torch.randint(VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(number))
 
 
-def update(engine, step, replica=0, num_replicas=1):
+def update(engine, step, replica=0, num_replicas=1, backward=None):
     """One update by micro-batches of a replica; returns their losses."""
+    backward = backward or engine.backward
     losses = []
     for number in range(engine.gradient_accumulation_steps()):
         batch = words((step * engine.gradient_accumulation_steps() + number) * num_replicas + replica)
         loss = engine(input_ids=batch, labels=batch).loss
-        engine.backward(loss)
+        backward(loss)
         engine.step()
         losses.append(loss.item())
     return losses

@@ -55,17 +55,12 @@ def test_a_converted_model_is_the_hosts_bit_for_bit(rank, group, case):
 
 
 def states_of(engine):
-    """Weights and, whole, what DeepSpeed keeps of them."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-    states = [parameter.detach().clone() for parameter in engine.module.parameters()]
-    for parameter in engine.module.parameters():
-        if engine.zero_optimization_stage():
-            states.append(safe_get_full_fp32_param(parameter))
-            states += [safe_get_full_optimizer_state(parameter, key) for key in ("exp_avg", "exp_avg_sq")]
-        else:
-            states += [engine.optimizer.state[parameter][key].clone() for key in ("exp_avg", "exp_avg_sq")]
-    return states
+    """Weights, and what this replica steps and keeps of them."""
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    stepped = [each for group in inner.param_groups for each in group["params"]]
+    kept = [value for each in stepped for value in inner.state.get(each, {}).values()]
+    assert kept
+    return [torch.as_tensor(each).detach().clone() for each in (*engine.module.parameters(), *stepped, *kept)]
 
 
 def balanced(engine):
@@ -95,22 +90,62 @@ def test_units_that_move_leave_losses_and_weights_those_of_the_undivided_model(r
     balancer.close()
 
 
-@on_ranks(4, [(0, {}), (1, {}), (2, {"bf16": {"enabled": True}})])
-def test_units_that_were_away_are_what_they_were_bit_for_bit(rank, group, stage, config):
-    of_engine = [engine_of(llama(), rank, stage=stage, **config) for _ in range(2)]
+def in_groups(model):
+    """One of a single element, which is padding alone on a replica."""
+    model.scale = torch.nn.Parameter(torch.ones(1))
+    model.model.norm.register_forward_hook(lambda norm, given, y: y * model.scale)
+    others = [parameter for parameter in model.parameters() if parameter is not model.scale]
+    return torch.optim.AdamW([{"params": others}, {"params": [model.scale], "weight_decay": 0.0}], lr=1e-3)
+
+
+def partly_frozen(model):
+    for layer in model.model.layers:
+        layer.mlp.up_proj.weight.requires_grad_(False)
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+#: The stage, what DeepSpeed is told besides, what makes the optimizer, and what computes gradients.
+AWAY = {
+    "ZeRO-0": (0, {}, None, None),
+    "ZeRO-1, a group of one element": (1, {}, in_groups, None),
+    "ZeRO-1, Adagrad, torch's own backward": (
+        1,
+        {},
+        lambda model: torch.optim.Adagrad(model.parameters(), lr=1e-3),
+        torch.Tensor.backward,
+    ),
+    "ZeRO-2, frozen weights": (2, {}, partly_frozen, torch.Tensor.backward),
+    "ZeRO-2, bfloat16": (2, {"bf16": {"enabled": True}}, None, None),
+}
+
+
+@on_ranks(4, [(case,) for case in AWAY], timeout_s=120)
+def test_units_that_were_away_are_what_they_were_bit_for_bit(rank, group, case):
+    stage, config, optimizer_of, backward = AWAY[case]
+    of_engine = []
+    for _ in range(2):
+        model = llama()
+        optimizer = optimizer_of(model) if optimizer_of else None
+        of_engine.append(engine_of(model, rank, stage=stage, optimizer=optimizer, **config))
     engine, stayed = of_engine
     balancer = balanced(engine)
     for each in of_engine:
-        update(each, 0, rank // 2, 2)
+        update(each, 0, rank // 2, 2, backward)
+    balancer.step()  # which asks what moves cost
     before = states_of(engine)
     for shares in ((3, 1), (1, 3), (1, 1)):
         balancer.move(shares)
+        assert balancer.plan.owned == shares_of_mean_one(shares)
     after = states_of(engine)
     assert len(before) == len(after) and all(map(torch.equal, before, after))
     balancer.close()
     for each in of_engine:
-        update(each, 1, rank // 2, 2)
+        update(each, 1, rank // 2, 2, backward)
     assert all(map(torch.equal, states_of(engine), states_of(stayed)))
+
+
+def shares_of_mean_one(shares):
+    return tuple(share * len(shares) / sum(shares) for share in shares)
 
 
 @on_ranks(2, [(0,), (1,), (2,)])

@@ -9,6 +9,7 @@ from helpers.megatron_models import (
     divide,
     gpt,
     learner,
+    loss_of,
     megatron_on_cpu,
     undivided_run,
     update,
@@ -20,6 +21,7 @@ from torch.testing import assert_close
 import zeroresize as zr
 from zeroresize.conversion import balanced_layers
 from zeroresize.layers.segments import owned_segments
+from zeroresize.resharding.agreement import CannotMoveError
 
 pytest.importorskip("megatron.core.tensor_parallel.layers")
 
@@ -341,3 +343,22 @@ def test_where_one_rank_fails_nothing_has_changed_on_any(rank, group, case, *, m
         update(wrapped, optimizer, 2, replicas.rank(), replicas.size())
         assert (36, 12) in shares_of(model)
         balancer.close(at_home=True)
+
+
+@on_ranks(2, [(False,), (True,)])
+def test_gradients_that_no_step_has_used_keep_units_where_they_are(rank, group, is_divided):
+    with megatron_on_cpu(2) as tensor_parallel:
+        wrapped, optimizer = learner(gpt(config_of(num_layers=1), parallel_output=False), is_divided=is_divided)
+        config = zr.BalanceConfig(update_every=100, start_checks=False)
+        balancer = zr.Balancer(wrapped, optimizer, config, process_group=tensor_parallel)
+        for _ in range(2):
+            update(wrapped, optimizer, 0, 0, 1)
+            balancer.step()
+            balancer.move((3, 1))  # the buffers hold what the step has used
+            wrapped.zero_grad_buffer()
+            balancer.move((1, 1))
+            with wrapped.no_sync():
+                loss_of(wrapped.module, 0).backward()
+            with pytest.raises(CannotMoveError, match="hold gradients that no step has used"):
+                balancer.move((3, 1))
+        balancer.close()

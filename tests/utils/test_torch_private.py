@@ -22,8 +22,11 @@ pytestmark = pytest.mark.versions
 PACKAGE = Path(torch_private.__file__).parents[1]
 #: Private names of Python's own library that are used.
 OF_PYTHON = {"_current_frames", "_exit", "_getframe", "_make", "_register_atexit", "_replace"}
-#: Of transformers and Colossal-AI.
-OF_HOSTS = {"_attn_implementation", "_compute_grad_norm", "_origin_length"}
+#: Of transformers and Colossal-AI, and of DeepSpeed.
+OF_HOSTS = {
+    *("_attn_implementation", "_compute_grad_norm", "_origin_length"),
+    *("_dp_group", "_hp_mapping", "_partition_sizes"),
+}
 
 
 def names_defined(nodes):

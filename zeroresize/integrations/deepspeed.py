@@ -34,7 +34,10 @@ _KEPT_AS = {
 }
 _MASTER, _GROUPS = "param", "_groups_of_weights"
 _NOT_KEPT = {"optimizer_params": None, "static_loss_scale": 1.0}
-_GOING_ON = ("loss_scaler", "dynamic_loss_scale", "custom_loss_scaler", "external_loss_scale", "_global_grad_norm")
+_GOING_ON = (
+    *("loss_scaler", "dynamic_loss_scale", "custom_loss_scaler", "external_loss_scale", "_global_grad_norm"),
+    *("overflow", "_backward_hook_state", "_is_gradient_accumulation_boundary"),
+)
 
 
 class BalancedLinearLayer(BalancedLinear, LinearLayer):
@@ -113,10 +116,15 @@ class ReducerOfDdp:
     def beside(self) -> Iterable[Tensor]:
         return ()
 
-    def drop(self) -> None:
-        """Nothing is made for shapes."""
+    def bytes_to_rebuild(self, num_more: int) -> int:
+        names = "bit16_groups_flat", "single_partition_of_fp32_groups"  # the old ones are there meanwhile
+        held = [each for name in names for each in getattr(self._engine.optimizer, name, ())]
+        return sum(each.nbytes for each in held) + max(num_more, 0) * sum({each.itemsize for each in held})
 
-    rebuild = drop
+    def drop(self) -> None:
+        """Nothing is made for shapes: ZeRO's vectors are made anew by its optimizer."""
+
+    note_step = rebuild = drop
 
 
 class ShardedByDeepSpeed:
@@ -144,16 +152,18 @@ class ShardedByDeepSpeed:
         return next((why for why, is_so in of_settings.items() if is_so), None)
 
     def bytes_of(self, weight: Tensor) -> int:
+        if weight not in self._group_of:  # it is frozen
+            return 0
         return weight.numel() * torch.float32.itemsize * (1 + len(self._keys_of(self._part_of(weight))))
 
     def describe(self) -> Any:
         if self._optimizer.micro_step_id != INITIAL_MICRO_STEP_ID:
             raise ValueError("it holds gradients of a step under way")
         kinds = [
-            [[key, str(value.dtype) if key in self._keys_of(part) else float(value)] for key, value in state.items()]
+            [(key, value.dtype if key in self._keys_of(part) else _plain(value)) for key, value in state.items()]
             for part, state in self._states.items()
         ]
-        return [kinds, len(self.weights)]
+        return [str(kinds), len(self.weights)]
 
     def gather(self, weight: Any) -> tuple[Tensor, dict[str, Any]]:
         part, place = self._part_of(weight), weight._hp_mapping
@@ -179,23 +189,22 @@ class ShardedByDeepSpeed:
         given = {name: vars(optimizer)[of] for name, of in kept.items() if of in vars(optimizer)}
         going_on = {name: vars(optimizer)[name] for name in _GOING_ON}
         DeepSpeedZeroOptimizer.__init__(optimizer, inner, **_NOT_KEPT, **given)
-        vars(optimizer).update(going_on)
+        vars(optimizer).update(going_on, optimizer=inner)
 
     def put(self, weight: Any, stepped: Tensor, state: Mapping[str, Any]) -> None:
         part, place = self._part_of(weight), weight._hp_mapping
+        vectors, kept = [(part.detach(), stepped.detach())], self._inner.state[part] if state else {}
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.shape == weight.shape:
+                vectors.append((kept.setdefault(key, torch.zeros_like(part.detach(), dtype=value.dtype)), value))
+            else:
+                kept[key] = value.clone() if isinstance(value, Tensor) else value
         if place is None:
             return
-        of_part = {_MASTER: part.detach()}
-        for key, value in {_MASTER: stepped.detach(), **state}.items():
-            if not isinstance(value, Tensor) or value.shape != weight.shape:
-                self._inner.state[part][key] = value.clone() if isinstance(value, Tensor) else value
-                continue
-            if key != _MASTER:
-                of_part = self._inner.state[part]
-            kept = of_part.setdefault(key, torch.zeros_like(part, dtype=value.dtype, requires_grad=False))
-            _at(kept, place.hp_fragment_address).copy_(_at(value.flatten(), place.lp_fragment_address))
+        for vector, whole in vectors:
+            _at(vector, place.hp_fragment_address).copy_(_at(whole.flatten(), place.lp_fragment_address))
         if state:
-            place.set_optim_state_fragment(part, self._inner.state[part])
+            place.set_optim_state_fragment(part, kept)
 
     @property
     def _states(self) -> dict[Tensor, dict[str, Any]]:
@@ -222,3 +231,8 @@ class ShardedByDeepSpeed:
 def _at(vector: Tensor, place: Any) -> Tensor:
     """A part of a vector, by DeepSpeed's address of it."""
     return vector.narrow(0, place.start, place.numel)
+
+
+def _plain(value: Any) -> Any:
+    """What is kept of all elements, without where it lies."""
+    return value.tolist() if isinstance(value, Tensor) else value

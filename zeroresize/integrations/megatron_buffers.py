@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zeroresize.comm.collectives import all_gather, all_reduce
 from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.utils.torch_private import version_of
 
 #: Attributes of the wrapper that are of the shapes that weights had when it was made.
 _MADE = (
@@ -31,6 +32,8 @@ _GIVEN = "config", "grad_scaler", "init_state_fn", "model_chunks"
 _GIVEN_LAST = *(f"data_parallel_group{end}" for end in ("", "_gloo", "_idx")), "distributed_optimizer_instance_id"
 #: The key of a master copy, and the attribute with the number of each weight's group.
 _MASTER, _GROUP_OF_EACH = "param", "_group_of_each"
+#: The attribute of a wrapper with how often its buffers of gradients had been written to when a step had used them.
+_STEPPED = "_versions_stepped"
 #: Wrappers whose DistributedOptimizer is known.
 _in_parts: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -65,7 +68,16 @@ class ReducerOfDdp:
             return "use_distributed_optimizer=True, and its DistributedOptimizer was not given"
         if any(getattr(weight, "is_managed_by_layer_wise_optimizer", False) for weight in self.averaged()):
             return "a LayerWiseDistributedOptimizer steps its weights"
+        if self._versions != vars(self._wrapper).get(_STEPPED) and any(each.grad_data.any() for each in self._buffers):
+            return "they hold gradients that no step has used: move units between a step and the next backward"
         return _why_set(config)
+
+    @property
+    def _versions(self) -> list[int]:
+        return [version_of(buffer.grad_data) for buffer in self._buffers]
+
+    def note_step(self) -> None:
+        vars(self._wrapper)[_STEPPED] = self._versions
 
     def beside(self) -> Iterable[Tensor]:
         names = ["main_grad", *["main_param"] * self._wrapper.ddp_config.use_distributed_optimizer]

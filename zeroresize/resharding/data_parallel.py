@@ -55,6 +55,9 @@ class Reducer(Protocol):
     def beside(self) -> Iterable[Tensor]:
         """Yield the tensors that it has put beside parameters as their attributes, and makes anew."""
 
+    def note_step(self) -> None:
+        """Note that a step has used what gradients its buffers hold."""
+
     def bytes_to_rebuild(self, num_more: int) -> int:
         """Return the bytes that it takes beside what it has, where this rank gets so many elements more."""
 
@@ -80,6 +83,9 @@ class ReducerOfDdp:
 
     def beside(self) -> Iterable[Tensor]:
         return ()
+
+    def note_step(self) -> None:
+        """Gradients are the parameters' own, which move."""
 
     def bytes_to_rebuild(self, num_more: int) -> int:
         return 0  # buckets are made in the next backward, as memory of gradients
@@ -206,11 +212,7 @@ def _found_around(model: nn.Module) -> list[nn.Module]:
     if kinds.isdisjoint(map(type, everything)):
         return []
     wrappers: list[Any] = [one for one in everything if type(one) in kinds]
-    made = [
-        wrapper
-        for wrapper in wrappers
-        if vars(wrapper).keys() & {"reducer", "bucket_groups", "seq_data_parallel_group"}
-    ]
+    made = [wrapper for wrapper in wrappers if vars(wrapper).keys() & _WHEN_MADE]
     return [wrapper for wrapper in made if parts & set(map(id, wrapper.module.modules()))]
 
 
@@ -223,6 +225,6 @@ def require_rebuildable(reducers: Sequence[Reducer]) -> None:
     for reducer in reducers:
         if (reason := reducer.why_not_rebuilt()) is not None:
             raise RuntimeError(
-                "parameters inside a DistributedDataParallel cannot change their shapes, since its reducer cannot be "
-                f"built anew: {reason}"
+                "parameters inside a wrapper of data parallelism cannot change their shapes, since its buffers cannot "
+                f"be made anew: {reason}"
             )

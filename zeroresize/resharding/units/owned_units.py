@@ -22,7 +22,7 @@ from zeroresize.layers.segment import OwnedSegment, UnitTensor
 from zeroresize.layers.segments import owned_segments, segment_works
 from zeroresize.layers.weight_checks import is_sharded_in
 from zeroresize.optim.independence import steps_by_place, why_not_elementwise
-from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer, why_others_step, why_sharded
+from zeroresize.optim.optimizers import hook_steps, stepped_tensors, torch_optimizer, why_others_step, why_sharded
 from zeroresize.optim.shared_gradients import tell_host_of
 from zeroresize.plan.ownership import CopyCosts, SegmentWork, checked_shares, owned_shares, unit_counts
 from zeroresize.policy.moves.move_cost import most_bytes
@@ -115,9 +115,16 @@ class OwnedUnits:
             ReplacedParts(model, layers, optimizer).why_not_same,
             self._why_captured,
         ]
+        if any(True for reducer in reducers_of(model) for _ in reducer.beside()):
+            with suppress(ValueError):  # nothing that torch steps is in it
+                hook_steps(optimizer, after=self._after_step)
         self._owned_by: tuple[tuple[float, ...], float] = (), 1.0
         self.why_not_divisible, self.why_not_stepped = self._why_not_divided_or_stepped()
         self.why_not_movable = self._why_not_movable(replicas)
+
+    def _after_step(self) -> None:
+        for reducer in reducers_of(self._model):
+            reducer.note_step()
 
     @property
     def home(self) -> tuple[float, ...]:
@@ -309,8 +316,9 @@ class OwnedUnits:
     def _steps_by_place(self) -> bool:
         """Whether copies of what units share might not stay alike, bit by bit."""
         try:
-            whole = self._sharded is None  # else gradients of copies are not handed out
-            return not whole or self._optimizer is None or steps_by_place(torch_optimizer(self._optimizer))
+            if self._sharded is not None or self._optimizer is None:  # gradients of copies are not handed out
+                return True
+            return steps_by_place(torch_optimizer(self._optimizer))
         except ValueError:  # it has none inside; a move tells
             return True
 
