@@ -222,6 +222,26 @@ def test_stages_without_a_part_get_the_gradient_of_the_others(rank, group):
         assert all(torch.equal(weight, weights[0]) for weight in weights)
 
 
+def sum_and_count(outputs, target):
+    return nn.functional.mse_loss(outputs, target, reduction="sum"), target.numel()
+
+
+@pytest.mark.parametrize("loss", [nn.functional.mse_loss, sum_and_count])
+@on_ranks(2)
+def test_gradients_are_added_to_the_tensors_that_are_there(rank, group, *, loss):
+    """As into a flat buffer, also where all are scaled in the end, since only the loss tells what counts."""
+    layers, x = sometimes_tied(2), torch.linspace(-1, 1, 16, dtype=torch.float64).view(4, 4)
+    pipeline = Pipeline(layers, loss, num_microbatches=2, process_group=group, boundaries=(0, 1, 2))
+    pipeline.step(x, target=x)
+    parameters = layers[rank].weight, layers[rank].gain
+    wanted = [2.0 * parameter.grad for parameter in parameters]
+    kept = [parameter.grad for parameter in parameters]
+    pipeline.step(x, target=x)
+    for parameter, gradient, total in zip(parameters, kept, wanted, strict=True):
+        assert parameter.grad is gradient
+        torch.testing.assert_close(gradient, total, rtol=1e-12, atol=0.0)
+
+
 @on_ranks(3)
 def test_copies_are_alike_however_ranks_fill_their_layers(rank, group):
     def fill(number, layer):
@@ -290,6 +310,106 @@ def test_what_cannot_be_summed_is_named_on_every_rank_and_earlier_gradients_are_
         layers[1].gain.register_hook(lambda _: setattr(layers[0].weight, "grad", torch.ones(4, 2).double()))
     with pytest.raises(RuntimeError, match=r"the gradients of layers\.0\.weight on the stages \[0, 1, 2\] are of"):
         pipeline.step(x, target=x)
+
+
+def clip_each_stage(rank, pipeline, optimizer):
+    nn.utils.clip_grad_norm_([each for each in pipeline.parameters() if each.numel()], 1e-3)
+    optimizer.step()
+
+
+def scale_each_stage(rank, pipeline, optimizer):
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    if rank == 1:
+        pipeline.layers[1].gain.grad.fill_(torch.inf)
+    scaler.step(optimizer)
+
+
+def load_untied(rank, pipeline, optimizer):
+    of_layers = [{"weight": torch.full((4, 4), number), "gain": torch.ones(())} for number in (0.0, 1.0)]
+    pipeline.load_state_dict({f"layers.{rank}.{name}": one for name, one in of_layers[rank].items()})
+
+
+def fill_each_stage(rank, pipeline, optimizer):
+    torch.manual_seed(rank)
+    nn.init.normal_(pipeline.layers[rank].weight)
+
+
+def make_nan_of_one_bit(rank, pipeline, optimizer):
+    pipeline.layers[rank].weight.data.fill_(torch.nan).view(torch.int64)[0, 0] += rank
+
+
+@pytest.mark.parametrize(
+    "part_copies", [clip_each_stage, scale_each_stage, load_untied, fill_each_stage, make_nan_of_one_bit]
+)
+@on_ranks(2)
+def test_copies_that_came_apart_are_named_in_the_next_step(rank, group, *, part_copies):
+    layers, x = sometimes_tied(2), torch.linspace(-1, 1, 16, dtype=torch.float64).view(4, 4)
+    pipeline = mse_pipeline(group, layers, (0, 1, 2))
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+    for value in (torch.nan, 0.1):  # NaNs are alike, too
+        layers[rank].weight.data.fill_(value)
+        pipeline.step(x, target=x)
+    optimizer.zero_grad()
+    pipeline.step(x, target=x)
+    part_copies(rank, pipeline, optimizer)
+    with pytest.raises(RuntimeError, match=r"layers\.0\.weight .* on the stages \[0, 1\] have come apart.*GradScaler"):
+        pipeline.step(x, target=x)
+
+
+@on_ranks(2)
+def test_what_would_step_before_gradients_are_summed_is_refused(rank, group):
+    layers, x = sometimes_tied(3), torch.ones(4, 4, dtype=torch.float64)
+    pipeline = mse_pipeline(group, layers, (0, 2, 3))
+    before = layers[rank].weight.detach().clone()
+    if rank == 1:
+        optimizer = torch.optim.SGD([layers[0].weight], lr=0.1)
+        handle = layers[0].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with pytest.raises((ValueError, RuntimeError), match=r"layers\.0\.weight .*post-accumulate hook"):
+        pipeline.step(x, target=x)
+    assert torch.equal(layers[0].weight, before) and layers[0].weight.grad is None
+    if rank == 1:
+        handle.remove()
+    pipeline.step(x, target=x)
+
+
+@pytest.mark.parametrize("is_tied_late", [True, False])
+@on_ranks(2)
+def test_layers_that_share_others_than_at_first_do_not_move(rank, group, *, is_tied_late):
+    layers, apart = sometimes_tied(4), sometimes_tied(1)[0].weight
+    if is_tied_late:
+        layers[1].weight = apart
+    pipeline = mse_pipeline(group, layers, (0, 2, 4))
+    layers[1].weight = layers[0].weight if is_tied_late else apart
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+    before = held(pipeline, optimizer)
+    with pytest.raises(ValueError, match=r"layers\.0\.weight: other layers share it than when the pipeline was made"):
+        move_layers(pipeline, (0, 1, 4), optimizer=optimizer)
+    assert_same(held(pipeline, optimizer), before)
+    assert pipeline.boundaries == (0, 2, 4)
+
+
+class WithExtraState(nn.Linear):
+    def get_extra_state(self):
+        return 0
+
+
+@pytest.mark.parametrize(
+    "part", [nn.BatchNorm1d(4), nn.BatchNorm1d(4, affine=False), WithExtraState(4, 4), nn.Linear(4, 4)]
+)
+@on_ranks(2)
+def test_a_module_on_several_stages_has_parameters_alone(rank, group, *, part):
+    shared, other = nn.Sequential(nn.Linear(4, 4), part), nn.Linear(4, 4)
+    layers = [each.double() for each in (shared, other, shared)]
+    if isinstance(part, nn.Linear) and not isinstance(part, WithExtraState):
+        mse_pipeline(group, layers, (0, 2, 3))
+        return
+    named = r"layers\.0(\.1)? and layers\.2(\.1)? are one module, whose buffers or extra state"
+    with pytest.raises(ValueError, match=named):
+        mse_pipeline(group, layers, (0, 2, 3))
+    pipeline = mse_pipeline(group, [*layers, other], (0, 3, 4))
+    with pytest.raises(ValueError, match=named):
+        move_layers(pipeline, (0, 2, 4), optimizer=None)
 
 
 @pytest.mark.parametrize("killed", [0, 2])

@@ -168,6 +168,31 @@ def test_copies_of_a_tied_weight_are_as_the_first_layer_is_filled(rank, group):
     require_alike(model, model.ties[1], copies)
 
 
+@on_ranks(2)
+def test_copies_need_equal_settings_of_the_optimizer(rank, group):
+    """Where embeddings do not decay and linear layers do, as minGPT has it."""
+    for optimizer_strategy in TWO[1:3]:  # both on a rank, and on two
+        trainer = trainer_of(group, TWO, optimizer_strategy, ties=True)
+        model, names = trainer.model, r"layers\.0\.tokens\.weight, layers\.\d\.logits\.weight"
+        parameters, settings = dict(model.named_parameters()), [{"weight_decay": 0.0}, {"weight_decay": 0.1}]
+        for each in settings:
+            each["params"] = []
+        for name, parameter in parameters.items():
+            settings["logits" in name]["params"].append(parameter)
+        trainer.optimizer = torch.optim.AdamW(settings, lr=1e-2)
+        before = {name: one.detach().clone() for name, one in parameters.items()}
+        with pytest.raises(ValueError, match=names):
+            trainer.step(batch(0))
+        with pytest.raises(ValueError, match=names):
+            model.move_optimizer(TWO[0], trainer.optimizer)
+        assert all(torch.equal(before[name], one) for name, one in parameters.items())
+        trainer.evaluate(batch(0))
+        trainer.optimizer.param_groups[1]["weight_decay"] = 0.0
+        trainer.step(batch(0))
+        model.move_optimizer(TWO[0], trainer.optimizer)
+        trainer.step(batch(1))
+
+
 @pytest.mark.slow
 def test_tied_weights_are_one_parameter_where_ranks_are_left_out(run_ranks):
     check_against_undivided(run_ranks, 3, SOME, [SOME[3], SOME[1], SOME[3], SOME[4], SOME[2], SOME[3]], ties=True)

@@ -59,9 +59,11 @@ def require_references_within_stages(layers: Sequence[nn.Module], stages: Sequen
         stages: of the layers.
 
     Raises:
-        ValueError: if it is on another one, naming the parameters.
+        ValueError: if it is on another one, naming the parameters; and for a module on several stages that has
+            parameters and buffers or extra state, which would go apart.
     """
     users_of = users_of_parameters(layers)
+    first: dict[nn.Module, tuple[int, str]] = {}
     for number, layer in enumerate(layers):
         for name, parameter in read_parameters(layer):
             users = users_of.setdefault(parameter, [(number, name)])
@@ -70,6 +72,16 @@ def require_references_within_stages(layers: Sequence[nn.Module], stages: Sequen
                     f"{path_of(*users[0])} and {path_of(number, name)} are one parameter, but their layers are, or may "
                     "come to be, on different stages: what a layer refers to must be on its stage, unless both layers "
                     "have it as a parameter of their own (tied weights)"
+                )
+        for name, module in layer.named_modules():
+            user = first.setdefault(module, (number, name))
+            if stages[user[0]] == stages[number] or not list(module.parameters()):
+                continue
+            has_extra = any(type(one).get_extra_state is not nn.Module.get_extra_state for one in module.modules())
+            if has_extra or list(module.buffers()):
+                raise ValueError(
+                    f"{path_of(*user)} and {path_of(number, name)} are one module, whose buffers or extra state would "
+                    "go apart on different stages: let modules of their own share the parameters alone"
                 )
 
 

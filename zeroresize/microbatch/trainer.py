@@ -21,7 +21,7 @@ from zeroresize.resharding.agreement import ARGUMENTS, agreed, meet_prepared
 from zeroresize.runtime.activations import Batch, BatchOf
 from zeroresize.runtime.counted_loss import Count, Loss, total_count
 from zeroresize.runtime.stage import seed_of
-from zeroresize.strategy.model import SwitchableModel
+from zeroresize.strategy.model import SwitchableModel, require_equal_settings, settings_of_ties
 from zeroresize.strategy.step_trainer import TRAINER_LIMITS, StepTrainer, require_ready_to_train, tell_ranks
 from zeroresize.strategy.switching.switcher import by_one_thread
 from zeroresize.utils.checked import checked
@@ -260,12 +260,14 @@ class MicroBatchTrainer(StepTrainer):
             tokens = b"".join(_tokens(samples[each]) for each in wanted) if is_compared else b""
             batches = [self._batch_from(samples, each).to(self.model.device) for each in microbatches]
             sizes = [float(np.asarray(lengths_NA)[list(each.samples), -1].sum()) for each in microbatches]
-            return batches, [self._count([(self.model.current, batches, sizes)]), fingerprint(tokens)]
+            ties = settings_of_ties(self.model, self.optimizer if trains else None)
+            return batches, [self._count([(self.model.current, batches, sizes)]), fingerprint(tokens), *ties]
 
         (batches, _), table = agreed(self._meet, made, lambda made: made[1], what="micro-batches")
         self._num_compared += 1
         self._require_alike([row[1] for row in table])
         self._loss.begin(total_count(row[0] for row in table))
+        require_equal_settings(self.model, [row[2:] for row in table])
         return batches
 
     def _require_planned(self, samples: Sequence[Any], wanted: Sequence[int], lengths_NA: Indices) -> None:

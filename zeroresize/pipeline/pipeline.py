@@ -40,6 +40,7 @@ from zeroresize.runtime.counted_loss import Count, CountedLoss, Loss, multiply_g
 from zeroresize.runtime.schedules import Schedule
 from zeroresize.utils.checked import checked, integer
 from zeroresize.utils.hashing import fingerprint
+from zeroresize.utils.torch_private import hooks_of_parameter
 
 
 @checked(
@@ -94,8 +95,8 @@ class Pipeline:
 
     Raises:
         ValueError: for boundaries that do not fit, such as fewer layers than stages; layers in wrappers; a reference to
-            a parameter of a layer on another stage; layers on the meta device without ``initialize``; another schedule,
-            such as a class of torch.distributed.pipelining.
+            a parameter of a layer on another stage; a module with parameters and buffers on several stages; layers on
+            the meta device without ``initialize``; another schedule, such as a class of torch.distributed.pipelining.
         RuntimeError: on every rank, if they differ in layers, boundaries, micro-batches or schedule, or filling them
             fails on one.
     """
@@ -243,9 +244,9 @@ class Pipeline:
         Raises:
             ValueError: where gradients are off, as under ``torch.no_grad()``: :meth:`evaluate` runs the forward alone.
                 On the last stage, where no target counts; the others raise a RuntimeError then.
-                For a batch without samples.
+                For a batch without samples, and for post-accumulate hooks of a tied parameter.
             RuntimeError: where another stage has such an error, or does not come. In the first step also where a layer
-                or the loss fails on any stage, on all of them. Where gradients of a tied parameter cannot be summed.
+                or the loss fails on any stage, on all of them. Where copies of tied parameters are not alike.
         """
         _require_gradients("step")
         return self._run_microbatches(
@@ -358,9 +359,21 @@ class Pipeline:
     def _run_microbatches(self, make: Make) -> Tensor | None:
         _ = self.process_group  # an error where this rank was released
         self.num_steps += 1
+
+        def made() -> tuple[Sequence[Sequence[Tensor]], Sequence[Tensor | None]]:
+            for tie, _ in self.shared:
+                hooks = hooks_of_parameter(tie.parameter, "post_accumulate_grad").values()
+                if any(not str(getattr(hook, "__module__", None)).startswith("zeroresize.") for hook in hooks):
+                    raise ValueError(
+                        f"{tie.path} has a post-accumulate hook, but is on several stages, which sum its gradients "
+                        "behind their backward: do what the hook does after pipeline.step"
+                    )
+            return make()
+
         with self._gradients_apart():
-            loss = self._scaled(self._steps.step(make, self._count))
-            self._sum_tied_gradients()
+            loss = self._scaled(self._steps.step(made, self._count))
+            if self.shared:
+                self._sum_tied_gradients()
             return loss
 
     def _count(self, targets: Sequence[Any], sizes: Sequence[float]) -> None:
@@ -414,30 +427,33 @@ class Pipeline:
         try:
             yield
         finally:
-            for parameter, gradient in before:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+            for parameter, gradient in before:  # the same object: a flat buffer may be behind it
+                parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
 
     def _sum_tied_gradients(self) -> None:
         """Sum the step's gradients of tied parameters over the stages that have them, as Megatron does; collective."""
         shared = self.shared
-        if not shared:
-            return
 
-        def kinds_here() -> list[float]:
+        def numbers_here() -> list[float]:
             for tie, _ in shared:
                 ParameterState(tie.path, tie.parameter, None, None).require_dense_gradients()
             gradients = [tie.parameter.grad for tie, _ in shared]
-            return [0.0 if each is None else fingerprint(f"{each.shape} {each.dtype}") for each in gradients]
+            kinds = [0.0 if each is None else fingerprint(f"{each.shape} {each.dtype}") for each in gradients]
+            return [*kinds, *(_fingerprint_of(tie.parameter) for tie, _ in shared)]
 
-        _, table = agreed(meet_over(self.process_group, self.device), kinds_here, lambda row: row, what="a step")
-        kinds_of = list(zip(*table, strict=True))  # by tie and stage
-        for (tie, holders), kinds in zip(shared, kinds_of, strict=True):
+        _, table = agreed(meet_over(self.process_group, self.device), numbers_here, lambda row: row, what="a step")
+        columns = list(zip(*table, strict=True))  # by tie and stage
+        for (tie, holders), kinds, weights in zip(shared, columns[: len(shared)], columns[len(shared) :], strict=True):
             if len(set(kinds) - {0.0}) > 1:
                 raise RuntimeError(
                     f"the gradients of {tie.path} on the stages {holders} are of different shapes or types, so they "
                     "cannot be summed: a parameter that layers of several stages have must be whole on each of them"
                 )
-        for (tie, holders), kinds in zip(shared, kinds_of, strict=True):
+            if len({weights[stage] for stage in holders}) > 1:
+                raise RuntimeError(
+                    f"{tie.path} is one parameter, but copies on the stages {holders} have come apart: load, fill and "
+                    "step them alike, clip by zeroresize.pipeline.clip_grad_norm_ and scale by zeroresize.GradScaler"
+                )
             senders = [stage for stage in holders if kinds[stage]]
             if senders and self.stage in holders:
                 if tie.parameter.grad is None:
@@ -490,6 +506,13 @@ def _require_gradients(method: str) -> None:
             f"pipeline.{method}() trains, but gradients are off here, as under torch.no_grad(): to validate, call "
             "pipeline.evaluate(*inputs) on every rank"
         )
+
+
+def _fingerprint_of(weight: Tensor) -> float:
+    """Of the bits of about a thousand of its elements; alike for copies, whatever their strides."""
+    flat = weight.detach().flatten()
+    some = flat[:: max(flat.numel() // 1024, 1)].contiguous().cpu()
+    return fingerprint(bytes(some.view(torch.uint8).tolist()))
 
 
 def _split(tensors: Sequence[Tensor], num_microbatches: int) -> list[tuple[Tensor, ...]]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import socket
 import time
 import zlib
@@ -24,7 +25,8 @@ from zeroresize.optim.optimizers import require_stepping
 from zeroresize.plan.layout import Layout, TensorSpec
 from zeroresize.plan.strategy import Position, Strategy
 from zeroresize.policy.strategy.switches.transfers import MAX_MESSAGE_BYTES
-from zeroresize.resharding.agreement import gather_texts, let_others_know, make_alike, meet_over
+from zeroresize.resharding.agreement import agreed, gather_texts, let_others_know, make_alike, meet_over
+from zeroresize.resharding.parameter_state import settings_of
 from zeroresize.resharding.transaction import Participants, run_transaction
 from zeroresize.strategy.placement.placement import Placement, RankGroups, held_bytes
 from zeroresize.strategy.placement.whole_layers import Initialize, SegmentsOf, WholeLayers, WholeTensor
@@ -33,6 +35,7 @@ from zeroresize.strategy.switching.placements import Placements
 from zeroresize.strategy.switching.switch import SwitchReport, TravelTypes
 from zeroresize.strategy.switching.switcher import OneThread, Switcher, by_one_thread
 from zeroresize.utils.checked import checked, integer
+from zeroresize.utils.hashing import fingerprint
 
 
 def _device_of(layers: Iterable[nn.Module], device: torch.device | str | int | None) -> torch.device:
@@ -327,9 +330,8 @@ class SwitchableModel:
     def collect(self) -> SwitchReport:
         """End a step: weights and gradients go to the optimizer's strategy, and gradients are summed over its replicas.
 
-        And those of tied parameters over their layers, each of which has a copy, bitwise alike.
-
-        Then ``optimizer.step()`` may follow.
+        And those of tied parameters over their layers, each of which has a copy, bitwise alike. Then
+        ``optimizer.step()`` may follow; a second time before gradients are zeroed it would sum sums again.
 
         Raises:
             Exception: as :meth:`switch_to`.
@@ -382,7 +384,7 @@ class SwitchableModel:
             ValueError: for a strategy that the model was not given, within a step (``collect`` comes before), where
                 gradients are left (``zero_grad``), and for an optimizer that is a wrapper, steps other parameters,
                 keeps what cannot move or sees whole matrices the optimizer's strategy divides; the other ranks raise a
-                RuntimeError.
+                RuntimeError. On all ranks for tied tensors in parameter groups of different settings.
             NotEnoughMemoryError: on every rank, if the new tensors and messages do not fit on some.
             RuntimeError: on every rank that lives, if ranks differ in the strategy, the groups' settings, or the state
                 of what they share, or one dies or fails.
@@ -403,6 +405,9 @@ class SwitchableModel:
             held += move.held_bytes
             return move
 
+        if self.ties:
+            _, table = agreed(self._job.meet, lambda: settings_of_ties(self, optimizer), list, what="the optimizer")
+            require_equal_settings(self, table)
         move = run_transaction(make, self._job)
         self.optimizer_strategy = self.current = strategy
         self.drop_copies()
@@ -499,3 +504,23 @@ def require_divisible(
             f"the optimizer's strategy {optimizer_strategy} divides what it steps, but {reason}. Or choose "
             "another optimizer_strategy="
         )
+
+
+def settings_of_ties(model: SwitchableModel, optimizer: Any) -> list[float]:
+    """Return a number for the optimizer's settings of each tensor of each tie: 0.0 for one that is not here."""
+    groups = zip(settings_of(optimizer), getattr(optimizer, "param_groups", ()), strict=True)
+    texts = {id(each): json.dumps(settings) for settings, group in groups for each in group["params"]}
+    here = {name: fingerprint(texts.get(id(parameter), "")) for name, parameter in model.named_parameters()}
+    return [here.get(model.tensors[number].name, 0.0) for tie in model.ties for number in tie]
+
+
+def require_equal_settings(model: SwitchableModel, table: Sequence[Sequence[float]]) -> None:
+    """Raise a ValueError that names copies of one parameter whose :func:`settings_of_ties` on all ranks differ."""
+    columns = zip(*table, strict=True)
+    for tie in model.ties:
+        if len({number for column in itertools.islice(columns, len(tie)) for number in column} - {0.0}) > 1:
+            names = ", ".join(model.tensors[number].name for number in tie)
+            raise ValueError(
+                f"{names} are one parameter, and steps of the optimizer would take its copies apart: put them into "
+                "parameter groups with equal settings, such as weight_decay, or into one"
+            )

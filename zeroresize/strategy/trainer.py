@@ -19,7 +19,7 @@ from zeroresize.resharding.agreement import agreed, require_same
 from zeroresize.runtime.counted_loss import Count, Loss, total_count
 from zeroresize.runtime.instructions import instructions_of
 from zeroresize.runtime.stage import seed_of
-from zeroresize.strategy.model import SwitchableModel
+from zeroresize.strategy.model import SwitchableModel, require_equal_settings, settings_of_ties
 from zeroresize.strategy.packed import Packed, digest_of, require_sequences
 from zeroresize.strategy.step_trainer import TRAINER_LIMITS, StepTrainer, require_ready_to_train, tell_ranks
 from zeroresize.strategy.switching.switch import SwitchReport
@@ -212,7 +212,7 @@ class StrategyTrainer(StepTrainer):
             sequences: rows [length + 1] of int64, the same on every rank.
 
         Raises:
-            ValueError: on all ranks, where no target counts.
+            ValueError: on all ranks, where no target counts, and for tied parameters in groups of different settings.
             ValueError: for no sequences, a row of another kind, one that is longer than the last range, an optimizer
                 that does not step the model's parameters, gradients that are left, and a model that is not under
                 the optimizer's strategy; the other ranks raise a RuntimeError. Nothing has run then.
@@ -266,12 +266,14 @@ class StrategyTrainer(StepTrainer):
             planned = [list(map(str, self.ranges)), [visit for visit, _ in visits]]
             parts = digest_of(sequences), str(planned), json.dumps(options)
             counted = ((visit.strategy, batches, [each.num_tokens for each in batches]) for visit, batches in visits)
-            return [*map(fingerprint, parts), self._count(counted)]
+            ties = settings_of_ties(self.model, self.optimizer if trains else None)
+            return [*map(fingerprint, parts), self._count(counted), *ties]
 
         visits, table = agreed(self._meet, packed_visits, numbers_of, what="a step")
         for column, what in enumerate(_AGREED):
             require_same([row[column] for row in table], what, self._meet)
         self._loss.begin(total_count(row[len(_AGREED)] for row in table))
+        require_equal_settings(self.model, [row[len(_AGREED) + 1 :] for row in table])
         return visits
 
     def _packed(self, visit: Visit, sequences: Sequence[Tensor]) -> _PackedVisit:

@@ -18,12 +18,7 @@ from torch.distributed import ProcessGroup
 from zeroresize.layers.linear import ColumnParallelLinear, RowParallelLinear
 from zeroresize.layers.segment import Segment
 from zeroresize.layers.splitting import checked_parts
-from zeroresize.layers.whole_parameters import (
-    path_of,
-    require_references_within_stages,
-    require_whole_parameters,
-    users_of_parameters,
-)
+from zeroresize.layers.whole_parameters import path_of, require_references_within_stages, require_whole_parameters
 from zeroresize.plan.layout import TensorSpec, UnitDivision
 from zeroresize.utils.torch_private import parameters_of, unsaved_buffers_of
 
@@ -85,8 +80,7 @@ class WholeLayers:
         ValueError: for layers inside DistributedDataParallel or FSDP, parameters that are no plain tensors, that layers
             refer to without having them, or that several layers have and segments divide, buffers that state
             dictionaries hold, and segments whose layers do not exist, are no ``nn.Linear``, or do not fit each other.
-            For a ``compute_dtype`` that is not of floating-point numbers, and
-            parameters that are not where it is given.
+            For a ``compute_dtype`` of other than floating-point numbers, and parameters not where it is given.
     """
 
     def __init__(
@@ -105,6 +99,7 @@ class WholeLayers:
         require_references_within_stages(self._layers, range(len(self._layers)))
         _require_constant_buffers(self._layers)
         self.tensors: list[WholeTensor] = []
+        numbers_of: dict[Tensor, list[int]] = {}
         for number, layer in enumerate(self._layers):
             divisions = _divisions(number, layer, self._segments(number, layer))
             for name, parameter in layer.named_parameters():
@@ -114,11 +109,10 @@ class WholeLayers:
                         f"{full_name} is of {parameter.dtype}: with compute_dtype={compute_dtype} all parameters must "
                         "be of floating-point numbers"
                     )
+                numbers_of.setdefault(parameter, []).append(len(self.tensors))
                 spec = TensorSpec(full_name, number, shape, parameter.element_size(), divisions.get(name))
                 self.tensors.append(WholeTensor(spec, name, parameter.dtype, parameter.requires_grad))
-        numbers = {tensor.spec.name: index for index, tensor in enumerate(self.tensors)}
-        users_of = users_of_parameters(self._layers).values()
-        self.ties = [[numbers[path_of(*user)] for user in users] for users in users_of if len(users) > 1]
+        self.ties = [numbers for numbers in numbers_of.values() if len(numbers) > 1]
         for tie in self.ties:
             names = [self.tensors[index].spec.name for index in tie]
             if any(self.tensors[index].spec.division is not None for index in tie):
