@@ -25,12 +25,12 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 47_716,
-    "package files": 276,
-    "package code lines": 30_865,
-    "tests lines": 45_721,
+    "package lines": 49_246,
+    "package files": 280,
+    "package code lines": 31_926,
+    "tests lines": 47_580,
     "examples lines": 13_031,
-    "docs lines": 4_496,
+    "docs lines": 4_814,
     "tuning constants": 149,
 }
 

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from helpers.processes import told_by_survivors
 from helpers.virtual_training import FEATURES, Pair, Run, VirtualTime, keep_time
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroresize as zr
@@ -27,7 +29,7 @@ class ReplicaRun(Run):
     """One of two replicas in training, with batches of its own.
 
     Args:
-        wraps: in DistributedDataParallel; else gradients are averaged by hand.
+        wraps: in DistributedDataParallel, or "fully_shard"; else gradients are averaged by hand.
         tells: the balancer its data-parallel group; or another group.
     """
 
@@ -38,8 +40,10 @@ class ReplicaRun(Run):
         self.time = VirtualTime(0.0)
         self.model = zr.convert(Pair(group), process_group=group)
         keep_time(self.time, (self.model.up, self.model.down))
-        self.inner, self.replicas = self.model, replicas
-        if wraps:
+        self.inner, self.replicas, self.wraps = self.model, replicas, wraps
+        if wraps == "fully_shard":
+            fully_shard(self.model, mesh=DeviceMesh.from_group(replicas, "cpu"))
+        elif wraps:
             self.model = DistributedDataParallel(self.model, process_group=replicas)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.balancer = zr.Balancer(
@@ -53,7 +57,7 @@ class ReplicaRun(Run):
         self.x = torch.randn(8, FEATURES, generator=generator, dtype=torch.get_default_dtype())
 
     def reduce_gradients(self):
-        if self.model is not self.inner:
+        if self.wraps:
             return
         for parameter in self.inner.parameters():
             dist.all_reduce(parameter.grad, group=self.replicas)
@@ -64,7 +68,9 @@ class ReplicaRun(Run):
         return self.inner.down.segment.owned.counts
 
 
-@pytest.mark.parametrize("how", [{}, {"wraps": False, "tells": True}], ids=["DDP", "told"])
+@pytest.mark.parametrize(
+    "how", [{}, {"wraps": False, "tells": True}, {"wraps": "fully_shard"}], ids=["DDP", "told", "FSDP2"]
+)
 def test_a_straggler_in_one_replica_gives_units_away_in_both_and_gets_them_back(run_ranks, how):
     def train(rank, _):
         torch.set_default_dtype(torch.float64)
@@ -104,13 +110,15 @@ def test_groups_that_make_no_replicas_are_errors(run_ranks):
         assert "averages over" in other_than_ddp
 
 
-@pytest.mark.parametrize("when", ["before", "while"])
-def test_a_rank_that_dies_in_another_replica_leaves_nobody_waiting_and_nothing_moved(tmp_path, monkeypatch, when):
+@pytest.mark.parametrize(("when", "wraps"), [("before", True), ("while", True), ("while", "fully_shard")])
+def test_a_rank_that_dies_in_another_replica_leaves_nobody_waiting_and_nothing_moved(
+    tmp_path, monkeypatch, when, wraps
+):
     """Rank 3 dies before it comes to a move, or while units are on their way."""
     from zeroresize.resharding import transport
 
     def train(rank, _):
-        run = ReplicaRun(groups_of(rank, timeout_s=5.0), mode="off")
+        run = ReplicaRun(groups_of(rank, timeout_s=5.0), mode="off", wraps=wraps)
         run.steps(1)
         if rank == 3:
             if when == "while":

@@ -163,3 +163,16 @@ def test_an_optimizer_that_cannot_be_saved_is_an_error(rank, group):
         zr.sharded_state_dict(model, torch.optim.LBFGS(model.parameters()))
     whole = nn.Linear(6, 1)
     assert "optimizer" in zr.sharded_state_dict(whole, Factored(whole.parameters()))
+
+
+def test_of_a_shard_only_the_padding_that_lies_in_it_counts():
+    """Of six rows on this rank the last is padding, beyond a whole of ten; four ranks shard them by two."""
+    for rows, held in (
+        ((0, 2), ([Piece(5, 0, 2)], 0, 2)),
+        ((2, 4), ([Piece(7, 0, 2)], 0, 2)),
+        ((4, 6), ([Piece(9, 0, 1)], 0, 2)),
+        ((6, 6), ([], 0, 0)),
+    ):
+        assert TensorDivision(0, 10, lambda: [Piece(5, 0, 5)], 1, lambda rows=rows: rows).held() == held
+        division = TensorDivision(1, 10, lambda: [Piece(5, 0, 5)], 1, lambda rows=rows: rows)
+        assert division.held() == ([Piece(5, 0, 5)] if rows != (6, 6) else (), rows[0], 6)

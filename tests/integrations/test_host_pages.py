@@ -10,6 +10,7 @@ from helpers.dtensor_models import mesh_of
 from helpers.megatron_models import megatron_on_cpu
 from helpers.transformers_models import as_rank
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 PAGES = Path(__file__).parents[2] / "docs" / "hosts"
 
@@ -79,6 +80,33 @@ def test_torchs_program_trains_as_one_process_and_saves_what_it_learned(run_rank
     for name, tensor in whole.state_dict().items():
         torch.testing.assert_close(weights[name], tensor, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(state[name], weights[name], atol=0, rtol=0)
+
+
+def test_fsdp2(run_ranks, tmp_path):
+    names = names_of("fsdp2.md")
+    torch.manual_seed(0)
+    whole = nn.Sequential(names["Block"](), names["Block"]())
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.5)
+    expected = [[], []]
+    for step in range(12):
+        for seed in (0, 10, 1, 11):
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step + seed))
+            loss = (whole(x) - x.roll(1, dims=1)).square().mean()
+            (loss / 4).backward()
+            expected[seed % 10].append(loss.item())
+        nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+    def check(rank, group):
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        losses = names["main"](grid, str(tmp_path))
+        assert losses == pytest.approx(expected[rank // 2], abs=1e-5)
+        assert names["main"](grid, str(tmp_path), goes_on=True) == pytest.approx(losses[12:], abs=1e-5)
+
+    run_ranks(check, 4)
 
 
 def test_the_table_of_hosts_names_tests_that_there_are():

@@ -144,22 +144,18 @@ def test_what_does_not_work_beside_fsdp_is_refused_by_the_balancer(rank, group, 
         Replicated(WRAPS[wrap], **config)
 
 
-@pytest.mark.parametrize("is_sharded_later", [False, True])
 @on_ranks(4, timeout_s=20)
-def test_no_unit_moves_where_fully_shard_holds_shards_of_its_weights(rank, _, *, is_sharded_later):
+def test_no_unit_moves_where_fully_shard_comes_after_the_balancer(rank, _):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "tensor"))
     group, replicas = mesh["tensor"].get_group(), mesh["replicas"]
     config = zr.BalanceConfig(mode="off")
     model = zr.convert(Pair(group), process_group=group)
-    if not is_sharded_later:
-        fully_shard(model, mesh=replicas)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     alike = replicas.get_group()
     balancer = zr.Balancer(model, optimizer, process_group=group, config=config, data_parallel_group=alike)
-    if is_sharded_later:
-        fully_shard(model, mesh=replicas)
-        optimizer.param_groups[0]["params"] = list(model.parameters())
-    with pytest.raises(RuntimeError if is_sharded_later else ValueError, match=r"is a DTensor, .* fully_shard"):
+    fully_shard(model, mesh=replicas)
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    with pytest.raises(RuntimeError, match=r"is a DTensor, .* fully_shard"):
         balancer.move([3, 1])
     model(torch.ones(2, FEATURES)).square().mean().backward()
     optimizer.step()

@@ -101,7 +101,7 @@ def test_what_cannot_be_built_anew_is_refused_before_anything_moves(rank, group,
     segments = segments_of(inner, group)
 
     def refusal():
-        with pytest.raises(RuntimeError, match="its reducer cannot be built anew: ") as caught:
+        with pytest.raises(RuntimeError, match="its buffers cannot be made anew: ") as caught:
             move_units(segments, uneven(2), process_group=group, optimizer=None, model=inner)
         assert segments[1].owned.is_home and len(inner[1].up.weight) == 12
         return str(caught.value)

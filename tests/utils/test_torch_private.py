@@ -97,6 +97,42 @@ def test_groups_and_their_backends_are_known_and_the_next_group_gets_the_name_th
     run_ranks(check, 1)
 
 
+def test_what_fully_shard_holds_is_known_and_becomes_another_in_the_same_parameter(run_ranks):
+    def check(rank, group):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        model = nn.Sequential(nn.Linear(3, 4, bias=False))
+        assert not torch_private.is_fsdp_module(model)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        assert torch_private.is_fsdp_module(model)
+        parameter = model[0].weight
+        (known,) = torch_private.fsdp_parameters_of(model)
+        assert known.sharded_param is parameter and torch_private.why_not_sharded_anew(known) is None
+        model.set_requires_gradient_sync(False)
+        for is_reduced in (False, True):
+            model.set_requires_gradient_sync(is_reduced)
+            model(torch.ones(2, 3)).sum().backward()
+            assert torch_private.has_unreduced_gradient(known) is not is_reduced
+        assert torch_private.size_before_sharding(known) == (4, 3)
+        whole = torch.arange(15.0).view(5, 3)
+        made = torch_private.sharded_anew(known, whole)
+        assert model[0].weight is parameter and parameter.shape == known.sharded_param.shape == (4, 3)
+        torch_private.shard_anew(known, made)
+        assert model[0].weight is parameter and parameter.shape == (5, 3) and parameter.grad is None
+        assert torch.equal(parameter.to_local(), whole[3 * rank : 3 * rank + 3])
+        assert torch.equal(parameter.full_tensor(), whole)
+        y = model(torch.ones(2, 3))
+        assert torch.equal(y, whole.sum(dim=1).expand(2, 5))
+        y.sum().backward()
+        assert torch.equal(parameter.grad.full_tensor(), torch.full((5, 3), 2.0))
+        model[0].weight = nn.Parameter(parameter.detach().clone())  # as who loads a model
+        (known,) = torch_private.fsdp_parameters_of(model)
+        assert known.sharded_param is model[0].weight is not parameter
+
+    run_ranks(check, 2)
+
+
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="needs a torch with NCCL")
 def test_options_of_nccl_take_a_time_limit():
     assert torch_private.nccl_options(timedelta(seconds=7))._timeout == timedelta(seconds=7)

@@ -50,12 +50,37 @@ class TensorDivision:
         whole_size: of that dimension, of all ranks together.
         pieces: what this rank holds at the time of the call.
         padding: how many entries this rank holds beyond the whole tensor; they are neither written nor read.
+        rows: the first of dimension 0 that this rank holds of that, and the one behind the last, where data-parallel
+            ranks hold shards of it; None where it holds all.
     """
 
     dim: int
     whole_size: int
     pieces: Callable[[], Sequence[Piece]]
     padding: int = 0
+    rows: Callable[[], tuple[int, int]] | None = None
+
+    def held(self) -> tuple[Sequence[Piece], int, int]:
+        """Return the pieces of which this rank has entries, where these begin in dimension 0, if not by pieces, and how
+        many entries there are with padding, which lies behind all pieces.
+        """
+        pieces = self.pieces()
+        num_held = sum(piece.length for piece in pieces) + self.padding
+        if self.rows is None:
+            return pieces, 0, num_held
+        begin, end = self.rows()
+        if self.dim != 0:
+            return pieces if end > begin else (), begin, num_held
+        cuts = [(piece, max(piece.local_begin, begin), min(piece.local_begin + piece.length, end)) for piece in pieces]
+        return (
+            [
+                Piece(piece.begin + first - piece.local_begin, first - begin, last - first)
+                for piece, first, last in cuts
+                if last > first
+            ],
+            0,
+            min(end, num_held) - min(begin, num_held),
+        )
 
 
 def unit_pieces(units: Indices, num_units: int, rows: Sequence[int], *, each: bool = False) -> list[Piece]:
@@ -94,8 +119,8 @@ class _Part:
         """A copy, such as on another device, that keeps today's pieces."""
         division = self.division
         if isinstance(division, TensorDivision):
-            pieces = tuple(division.pieces())
-            division = replace(division, pieces=lambda: pieces)
+            pieces, rows = tuple(division.pieces()), division.rows and division.rows()
+            division = replace(division, pieces=lambda: pieces, rows=rows and (lambda: rows))
         return _Part(self.name, copy(local_of(self.local).data), self.shape, division, self.checksums)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Part:
@@ -109,8 +134,7 @@ class _Part:
         tensor, division = local_of(self.local).data, self.division
         if isinstance(division, torch.Size):
             return [(ChunkStorageMetadata(division, tensor.shape), tensor)]
-        dim, pieces = division.dim, division.pieces()
-        num_held = sum(piece.length for piece in pieces) + division.padding
+        dim, (pieces, first, num_held) = division.dim, division.held()
         if tensor.shape[dim] != num_held:
             raise ValueError(
                 f"{self.name}: its dimension {dim} has {tensor.shape[dim]} entries on this rank, which should be "
@@ -118,7 +142,7 @@ class _Part:
             )
         chunks = []
         for piece in pieces:
-            offsets = [0] * tensor.dim()
+            offsets = [first] + [0] * (tensor.dim() - 1)
             offsets[dim], entries = piece.begin, tensor.narrow(dim, piece.local_begin, piece.length)
             chunks.append((ChunkStorageMetadata(torch.Size(offsets), entries.shape), entries))
         return chunks

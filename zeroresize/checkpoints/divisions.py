@@ -8,7 +8,8 @@ rank held the same, all parts but one would be lost.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from zeroresize.integrations.lora import why_not_whole
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment, UnitTensor
 from zeroresize.layers.splitting import parts_of, place_of_rank
+from zeroresize.resharding.fully_sharded import FullySharded, fully_sharded_in
 from zeroresize.utils.torch_private import buffers_of, parameters_of, unsaved_buffers_of
 
 #: By which Colossal-AI knows a tensor that it has divided, or made longer to divide by the ranks.
@@ -36,10 +38,11 @@ def divisions_of(model: nn.Module) -> dict[int, TensorDivision]:
     _require_no_namesakes(model)
     if (why := why_not_whole(model)) is not None:
         raise ValueError(f"sharded_state_dict: {why}")
+    sharded = fully_sharded_in(model, reshard=True)
     divisions: dict[int, TensorDivision] = {}
     unknown: dict[str, Tensor] = {}
     for name, module in model.named_modules():
-        known, doubtful = _of_module(module)
+        known, doubtful = _of_module(module, sharded)
         divisions.update(known)
         unknown.update({f"{name}.{key}".lstrip("."): tensor for key, tensor in doubtful.items()})
     unknown = {name: tensor for name, tensor in unknown.items() if id(tensor) not in divisions}
@@ -51,6 +54,13 @@ def divisions_of(model: nn.Module) -> dict[int, TensorDivision]:
             "in layers that zeroresize.convert knows (see zeroresize.integrations.register_host) and in Colossal-AI's"
             f"{'' if len(unknown) == 1 else f'. The same holds for {len(unknown) - 1} others'}"
         )
+    for key in [key for key in divisions if key in sharded and not sharded[key].is_whole]:
+        if sharded[key].why_fixed is not None:
+            raise ValueError(
+                "sharded_state_dict: fully_shard has divided a part of a tensor further, "
+                f"{sharded[key].why_fixed}, and what of it this rank holds is not known"
+            )
+        divisions[key] = replace(divisions[key], rows=sharded[key].rows)
     return divisions
 
 
@@ -81,7 +91,9 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: one for name, one in (*parameters_of(module).items(), *buffers.items()) if one is not None}
 
 
-def _of_module(module: nn.Module) -> tuple[dict[int, TensorDivision], dict[str, Tensor]]:
+def _of_module(
+    module: nn.Module, sharded: Mapping[int, FullySharded]
+) -> tuple[dict[int, TensorDivision], dict[str, Tensor]]:
     """What is known of a module's own tensors by ``id``, and by name those that may be parts in an unknown way."""
     if isinstance(module, BalancedLinear):
         if module.refused_at_home and module.is_sharded_further(module.weight):
@@ -90,7 +102,11 @@ def _of_module(module: nn.Module) -> tuple[dict[int, TensorDivision], dict[str, 
                 "that its ranks do not divide, and fully_shard has divided it further: its placements do not say what "
                 "a rank holds. Split such a layer in another way beside fully_shard"
             )
-        tensors = {name: one for name, one in own_tensors(module).items() if not _tells_its_division(one, module)}
+        tensors = {
+            name: tensor
+            for name, tensor in own_tensors(module).items()
+            if not _tells_its_division(tensor, module, sharded)
+        }
         tensors |= {f"of units {name}": getattr(owner, name) for owner, name, *_ in module.extra}
         return _of_balanced(module, tensors)
     tensors = {name: one for name, one in own_tensors(module).items() if not isinstance(one, DTensor)}
@@ -110,12 +126,15 @@ def _of_module(module: nn.Module) -> tuple[dict[int, TensorDivision], dict[str, 
     return {}, {}
 
 
-def _tells_its_division(tensor: Tensor, layer: BalancedLinear) -> bool:
-    """Whether it is a DTensor whose placements are right whatever moves."""
+def _tells_its_division(tensor: Tensor, layer: BalancedLinear, sharded: Mapping[int, FullySharded]) -> bool:
+    """Whether it is a DTensor whose placements are right whatever moves, or where it is and nothing can move."""
     if not (isinstance(tensor, DTensor) and layer.has_dtensors):
         return False
-    is_of_units = layer.segment is not None and any(one.parameter is tensor for one in layer.segment.tensors)
-    return not (is_of_units or layer.refused_at_home) or layer.is_sharded_further(tensor)
+    if layer.refused_at_home or layer.segment is None:
+        return not layer.refused_at_home
+    is_fixed = id(tensor) in sharded and sharded[id(tensor)].why_fixed is not None
+    is_of_units = any(each.parameter is tensor for each in layer.segment.tensors)
+    return not is_of_units or (is_fixed and layer.segment.owned.is_home)
 
 
 def _of_balanced(layer: Any, tensors: dict[str, Tensor]) -> tuple[dict[int, TensorDivision], dict[str, Tensor]]:

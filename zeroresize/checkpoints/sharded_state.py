@@ -112,6 +112,7 @@ def _groups_of(model: Any) -> list[ProcessGroup]:
 def _state_of_module(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     from zeroresize.checkpoints.divisions import divisions_of, own_tensors
 
+    divisions = divisions_of(model)
     tensors: dict[str, Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         has_own = type(module).get_extra_state is not nn.Module.get_extra_state
@@ -121,7 +122,7 @@ def _state_of_module(model: nn.Module, optimizer: Any) -> dict[str, Any]:
                 "with what is divided: save with `with balancer.at_home(): ...` instead"
             )
         tensors |= {f"{prefix}.{key}".lstrip("."): tensor for key, tensor in own_tensors(module).items()}
-    return _state(tensors, dict(model.named_parameters()), divisions_of(model), optimizer)
+    return _state(tensors, dict(model.named_parameters()), divisions, optimizer)
 
 
 def _state_of_switchable(model: SwitchableModel, optimizer: Any) -> dict[str, Any]:

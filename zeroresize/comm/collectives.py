@@ -218,6 +218,12 @@ def all_gather(tensor: Tensor, process_group: ProcessGroup) -> list[Tensor]:
     return parts
 
 
+def all_gather_into(whole: Tensor, tensor: Tensor, process_group: ProcessGroup) -> None:
+    """Fill ``whole`` with every rank's ``tensor``, one behind the other in the order of the group; collective."""
+    call = partial(dist.all_gather_into_tensor, whole, tensor, group=process_group)
+    _named_if_it_fails(call, "an all-gather with", process_group)
+
+
 def gather_bytes(packed: bytes, process_group: ProcessGroup) -> list[bytes]:
     """Return what all ranks pass, in the order of the group, on its first rank, and nothing on others; collective."""
     is_first = group_rank(process_group) == 0

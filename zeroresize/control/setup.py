@@ -165,9 +165,10 @@ def warn_of_layers_that_stay(setup: Setup) -> None:
 
 def _check_weights(layers: Layers, config: BalanceConfig) -> None:
     """Check that the layers' weights are what ``config`` needs: something may have been put on them since."""
-    needs_whole_weights = config.mode in (*PRIORITY_MODES, *MIGRATING_MODES) or config.pruned_update == "freeze"
+    # "exact" can do without lending
+    needs_whole_weights = config.mode in (*PRIORITY_MODES, "mig") or config.pruned_update == "freeze"
     needs_own_parameter = (
-        config.mode in ("mig", "semi")  # "exact" can do without lending
+        config.mode in ("mig", "semi")
         or config.pruned_update == "freeze"
         or (config.mode in PRIORITY_MODES and config.priority == "path_length")
     )
@@ -176,14 +177,14 @@ def _check_weights(layers: Layers, config: BalanceConfig) -> None:
         if gone is not None:
             raise ValueError(
                 f"layer {name} cannot be balanced: {gone}. Allowed are parameters [out, in]; of FSDP, fully_shard with "
-                "mode='off' or 'zero-rd', and FullyShardedDataParallel with NO_SHARD and use_orig_params=True"
+                "mode='off', 'exact' or 'zero-rd', and FullyShardedDataParallel with NO_SHARD and use_orig_params=True"
             )
         if layer.is_sharded_further(layer.weight) and needs_whole_weights:
             raise ValueError(
                 f"layer {name} has a {type(layer.weight).__name__} as its weight, as fully_shard makes it: "
                 f"between forwards there are only shards of it. mode={config.mode!r}, "
-                f"pruned_update={config.pruned_update!r} needs it whole; allowed are mode='off' and 'zero-rd' with "
-                "pruned_update='optimizer'"
+                f"pruned_update={config.pruned_update!r} needs it whole; allowed are mode='off', 'exact' and "
+                "'zero-rd' with pruned_update='optimizer'"
             )
         if needs_own_parameter and not layer.may_lend:
             raise ValueError(

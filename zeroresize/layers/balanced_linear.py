@@ -286,8 +286,10 @@ class BalancedLinear:
 
     @property
     def may_lend(self) -> bool:
-        """Whether other ranks may compute some of its columns: only if it multiplies by its parameter itself."""
-        return self.local_weight is local_of(self.weight)
+        """Whether other ranks may compute some of its columns: only if it multiplies by its parameter itself, of which
+        this rank holds all of its part between two steps.
+        """
+        return self.local_weight is local_of(self.weight) and not self.is_sharded_further(self.weight)
 
     def is_sharded_further(self, parameter: Tensor) -> bool:
         """Tell whether this rank holds only a shard of its part of ``parameter`` between forwards, as ``fully_shard``

@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroresize import kernels
-from zeroresize.comm.collectives import group_size, world_size
+from zeroresize.comm.collectives import group_rank, group_size, world_size
 from zeroresize.comm.exchange import Meet
 from zeroresize.kernels.probe import ProductProbe
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.layers.segments import work_of_layers
+from zeroresize.layers.segments import shard_shape, work_of_layers
 from zeroresize.measure.clocks import clock_for
 from zeroresize.plan.layer import LayerPlan
 from zeroresize.plan.ownership import normalised
@@ -190,7 +190,9 @@ def compare_products(
     examples: dict[tuple[ProductShape, ...], BalancedLinear] = {}
     for name, layer in layers.items():
         if tokens := num_tokens.get(name, 0):
-            sizes, shared = (layer.even_shape, layer.local_weight.shape), layer.shared_rows
+            is_shard = layer.segment is not None and layer.is_sharded_further(layer.weight)
+            size = shard_shape(layer, group_rank(layer.process_group)) if is_shard else layer.local_weight.shape
+            sizes, shared = (layer.even_shape, size), layer.shared_rows
             pair = tuple(ProductShape.of(layer, size, tokens) for size in sizes)
             counts[pair] += 1
             of_layer = 1.0 if shared is None else shared.computed_of(layer.num_sequences)

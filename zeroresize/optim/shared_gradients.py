@@ -114,6 +114,11 @@ def _apart(optimizer: Optimizer) -> list[_Apart]:
     for number, (layer, name, _) in enumerate(named):
         tensor = stepped.get(str(number))
         if tensor is not None and tensor.grad is not None:
+            if layer.is_sharded_further(tensor):
+                raise RuntimeError(
+                    f"several ranks hold rows of layer {layer.name_in_model}, and fully_shard has divided their "
+                    "gradients further, so that they cannot be summed: let ranks own whole groups of units"
+                )
             gradient, is_transposed = local_of(tensor.grad), name == "weight" and layer.weight_is_transposed
             apart.append(_Apart(layer, name, layer.shared_rows, gradient.t() if is_transposed else gradient))
     return apart

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zeroresize.comm.collectives import group_ranks, group_size, require_group, world_size
 from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.resharding.fully_sharded import FullySharded, fully_sharded_in
 from zeroresize.utils.torch_private import drop_reducer_of_ddp, rebuild_ddp, why_ddp_cannot_be_rebuilt
 
 #: Where hosts have one of their own, what it is called, and where its ``ReducerOfDdp`` is.
@@ -138,7 +139,7 @@ def replicas_of(
     process_group: ProcessGroup,
     data_parallel_group: ProcessGroup | None,
 ) -> DataParallelReplicas:
-    """Return who else holds the shards of ``layers``: as the user says, or whom DDP around them averages over.
+    """Return who else holds the shards of ``layers``: as the user says, or whom DDP or FSDP2 averages over.
 
     Args:
         process_group: the tensor-parallel group; a job without ranks outside of it has no replicas.
@@ -148,7 +149,7 @@ def replicas_of(
     if data_parallel_group is None and world_size() <= num_ranks:
         return DataParallelReplicas()
     gc.collect()  # a wrapper that was let go of is around the model until then
-    around = _groups_around(layers, reducers_of(model))
+    around = _groups_around(layers, reducers_of(model), fully_sharded_in(model))
     groups = {ranks: group for own in around for ranks, group in own.items()}
     if data_parallel_group is not None:
         ranks = tuple(group_ranks(require_group(data_parallel_group)))
@@ -160,16 +161,16 @@ def replicas_of(
             )
         if groups and set(groups) != {ranks}:
             raise ValueError(
-                f"data_parallel_group holds ranks {list(ranks)} of the job, but DistributedDataParallel around the "
-                f"layers averages over {sorted(map(list, groups))}"
+                f"data_parallel_group holds ranks {list(ranks)} of the job, but DistributedDataParallel, or "
+                f"fully_shard, around the layers averages over {sorted(map(list, groups))}"
             )
         return DataParallelReplicas(data_parallel_group if len(ranks) > 1 else None)
     situation = f"there are {world_size()} ranks, {num_ranks} of them in this tensor-parallel group"
     if not all(around):
         return DataParallelReplicas(
-            why_unknown=f"{situation}, and no DistributedDataParallel around all layers tells which of the others hold "
-            "the same shards and must own the same units: pass data_parallel_group to the Balancer, or wrap the model "
-            "first"
+            why_unknown=f"{situation}, and no DistributedDataParallel or fully_shard around all layers tells "
+            "which of the others hold the same shards and must own the same units: pass data_parallel_group to the "
+            "Balancer, or wrap the model first"
         )
     if len(groups) > 1:
         return DataParallelReplicas(
@@ -181,10 +182,11 @@ def replicas_of(
 
 
 def _groups_around(
-    layers: Mapping[str, BalancedLinear], reducers: Sequence[Reducer]
+    layers: Mapping[str, BalancedLinear], reducers: Sequence[Reducer], sharded: Mapping[int, FullySharded]
 ) -> list[dict[tuple[int, ...], ProcessGroup]]:
     """For every layer the groups, by their ranks, over which the gradient of its weight is averaged."""
     averaged = [(reducer.process_group, set(map(id, reducer.averaged()))) for reducer in reducers]
+    averaged += [(each.group, {key}) for key, each in sharded.items() if each.group is not None]
     return [
         {tuple(group_ranks(group)): group for group, parameters in averaged if id(layer.weight) in parameters}
         for layer in layers.values()

@@ -8,7 +8,7 @@ the same for all ranks, and what is refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
@@ -115,8 +115,20 @@ class ParameterState:
             if what in self.tensors and self.tensors[what].layout is not torch.strided:
                 raise ValueError(f"{self.name}: a gradient of layout {self.tensors[what].layout} cannot move")
 
-    def install(self, new: Mapping[str, Tensor], agreed: Description) -> None:
-        """Put other units' tensors in place; parameter, master and state dictionary stay these objects."""
+    def install(
+        self,
+        new: Mapping[str, Tensor],
+        agreed: Description,
+        put: Callable[[], None] | None = None,
+    ) -> None:
+        """Put other units' tensors in place; parameter, master and state dictionary stay these objects.
+
+        Args:
+            put: where this rank holds shards only, gives the parameter the shape of those to come.
+        """
+        kept = self._kept()  # by the shape that the parameter has now
+        if put is not None:
+            put()
         state = {key.removeprefix(STATE): tensor for key, tensor in new.items() if key.startswith(STATE)}
         replace_data(self.parameter, new[PARAMETER], new.get(GRADIENT))
         if MASTER in new:
@@ -124,7 +136,6 @@ class ParameterState:
             replace_data(self.stepped, new[MASTER], new.get(MASTER_GRADIENT))
         if self._optimizer is None or self.stepped is None:
             return
-        kept = self._kept()
         divided = {what.removeprefix(STATE) for what in self.tensors if what.startswith(STATE)}
         if not (agreed.kept or state or kept or divided):
             return

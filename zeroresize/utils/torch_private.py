@@ -6,6 +6,8 @@ A new version of torch is read against this file: where it lacks a name, what ne
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
 import sys
 import threading
@@ -497,6 +499,116 @@ def rebuild_ddp(wrapper: DistributedDataParallel) -> None:
         private._static_graph_delay_allreduce_enqueued = False
         private.reducer._set_static_graph()
         private.logger._set_static_graph()
+
+
+# ------------------------------------------------------------------------------------------------------- fully_shard
+
+_FSDP_ARGUMENTS = ("param", "device", "shard_placement_fn", "mesh_info")
+
+
+def is_fsdp_module(module: nn.Module) -> bool:
+    """Return whether ``fully_shard`` has a module; its own module is not imported for it."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def fsdp_parameters_of(module: Any) -> list[Any]:
+    """Return an ``FSDPParam`` for each parameter that ``fully_shard`` gathers with a module of its own.
+
+    By ``FSDPModule._get_fsdp_state`` and ``FSDPState._fsdp_param_groups``. A Parameter that was replaced meanwhile, as
+    by who loads a model (``FSDPParam._module_info`` tells), becomes known as with the next forward.
+    """
+    groups = module._get_fsdp_state()._fsdp_param_groups
+    for known in (each for group in groups if group.is_sharded for each in group.fsdp_params):
+        if getattr(known._module_info.module, known._module_info.param_name) is not known.sharded_param:
+            known.reset_sharded_param()
+    return [each for group in groups for each in group.fsdp_params]
+
+
+def reshard_fsdp(module: Any) -> None:
+    """Let a module that ``fully_shard`` has hold shards only, also once a gathering under way has ended."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        group.wait_for_unshard()
+        group.reshard()
+
+
+def gathered_of(known: Any) -> Tensor | None:
+    """Return the Parameter that is in place of an ``FSDPParam``'s while a model is gathered: ``_unsharded_param``."""
+    gathered: Tensor | None = getattr(known, "_unsharded_param", None)
+    return gathered
+
+
+def is_replicated(known: Any) -> bool:
+    """Return whether each rank has all of an ``FSDPParam``, as ``replicate`` makes it: its ``DDPMeshInfo`` says so."""
+    return not hasattr(known.mesh_info, "shard_mesh_rank")
+
+
+@functools.cache
+def _names_of_arguments(function: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
+
+
+def why_not_sharded_anew(known: Any) -> str | None:
+    """Return why :func:`shard_anew` is not possible for an ``FSDPParam``, or not known to be; None if it is."""
+    if is_replicated(known):
+        return "by replicate(), which does not shard: use DistributedDataParallel or fully_shard"
+    if known.mesh_info.mesh.ndim != 1 or getattr(known.mesh_info, "is_spmd_mesh", False):
+        return "over a mesh of more than one dimension"
+    if known.fsdp_placement.dim != 0:
+        return "along another dimension than the first (shard_placement_fn)"
+    if known.offload_to_cpu:
+        return "and offloads it (CPUOffloadPolicy)"
+    if type(known.sharded_param._local_tensor) is not Tensor:
+        return f"of a {type(known.sharded_param._local_tensor).__name__}"
+    if _names_of_arguments(type(known)._init_sharded_param)[1:] != _FSDP_ARGUMENTS:
+        return "in a way that is not known of this version of torch"
+    return None
+
+
+def has_unreduced_gradient(known: Any) -> bool:
+    """Return whether gradients of an ``FSDPParam`` are not reduced yet: also ``_unsharded_param.grad``."""
+    gathered = gathered_of(known)
+    return known.unsharded_accumulated_grad is not None or (gathered is not None and gathered.grad is not None)
+
+
+def size_before_sharding(known: Any) -> torch.Size:
+    """Return the shape of what ``fully_shard`` gathers of an ``FSDPParam`` on this rank: ``_orig_size``."""
+    size: torch.Size = known._orig_size
+    return size
+
+
+def sharded_anew(known: Any, whole: Tensor) -> Any:
+    """Return another ``FSDPParam``, for :func:`shard_anew`, that holds a shard of ``whole``; the model stays as it is.
+
+    It is ``_init_sharded_param``, as in its constructor. Of a parameter that was a DTensor ``whole`` is the local part,
+    and shape and placements stay.
+    """
+    placement, spec = known.fsdp_placement, known._unsharded_dtensor_spec
+    kind: Any = sys.modules["torch.distributed.tensor"].DTensor
+    given = whole if spec is None else kind(whole, spec, requires_grad=False)
+    given = nn.Parameter(given, known.sharded_param.requires_grad)
+    made = copy.copy(known)
+    made._setattr_on_modules = lambda parameter: None
+    made._init_sharded_param(given, known.device, lambda _: placement, known.mesh_info)
+    if known.post_forward_mesh_info:
+        made._init_sharded_post_forward_param_metadata(given)
+    del made._setattr_on_modules
+    return made
+
+
+def shard_anew(known: Any, made: Any) -> None:
+    """Let an ``FSDPParam`` hold what :func:`sharded_anew` has made, in the same Parameter, without a gradient.
+
+    It takes no memory; ``_unsharded_param`` is made anew by the next forward.
+    """
+    parameter, sharded = known.sharded_param, made.sharded_param
+    parameter.grad = None
+    parameter.data = sharded.detach()
+    parameter._local_tensor, parameter._spec = sharded._local_tensor, sharded._spec
+    made.sharded_param, made._orig_param_uid, made.all_gather_outputs = parameter, known._orig_param_uid, []
+    vars(known).update(vars(made))
+    vars(known).pop("_unsharded_param", None)
+    known._setattr_on_modules(parameter)
 
 
 def leaves_of(value: Any) -> list[Any]:

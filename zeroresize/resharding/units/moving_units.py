@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from zeroresize.plan.ownership import OwnershipMap
 from zeroresize.plan.transfers import transfers
 from zeroresize.resharding.agreement import meet_over
 from zeroresize.resharding.data_parallel import Reducer, reducers_of, require_rebuildable
+from zeroresize.resharding.fully_sharded import FullySharded, fully_sharded_in
 from zeroresize.resharding.parameter_state import (
     GRADIENTS,
     Description,
@@ -64,6 +66,7 @@ def move_units(
     optimizer: object | None,
     meet: Meet | None = None,
     model: nn.Module | None = None,
+    sharded: Mapping[int, FullySharded] | None = None,
     max_bytes: int = 64 * 2**20,
 ) -> UnitMoveReport:
     """Give every unit to the rank that owns it in ``targets``; collective, between an optimizer's step and a forward.
@@ -86,8 +89,9 @@ def move_units(
         meet: exchanges numbers in the group, or in all replicas, which then move alike; None to do so over
             ``process_group``.
         model: that holds these parameters. Reducers of DistributedDataParallel, torch's or Megatron-Core's, in it and
-            around it are built anew; replicas must move alike before the next step. None if no parameter is in such a
-            wrapper.
+            around it are built anew, and what ``fully_shard`` holds shards of is gathered and sharded anew; replicas
+            must move alike before the next step. None if no parameter is in either.
+        sharded: those that ``fully_shard`` holds shards of, if they are known already; None to look for them.
         max_bytes: of messages that this rank sends and receives at once; a unit that is larger travels alone.
 
     Raises:
@@ -99,26 +103,33 @@ def move_units(
     device = next((tensor.parameter.device for segment in segments for tensor in segment.tensors), torch.device("cpu"))
     reducers = [] if model is None else reducers_of(model)
     meet = meet or meet_over(process_group, device)
-    if (sharded := sharded_optimizer(optimizer)) is not None:
-        optimizer = gathered(sharded, meet)
+    if (in_parts := sharded_optimizer(optimizer)) is not None:
+        optimizer = gathered(in_parts, meet)
+    if sharded is None:
+        sharded = {} if model is None else fully_sharded_in(model, reshard=True)
     move = run_transaction(
-        lambda: UnitMove(segments, targets, process_group, optimizer, reducers, max_bytes, device),
+        lambda: UnitMove(segments, targets, process_group, optimizer, reducers, max_bytes, device, sharded),
         Participants(process_group, device, meet),
     )
     return UnitMoveReport(num_units=move.num_units, **move.figures(begin))
 
 
-def bytes_of_units(segments: Sequence[OwnedSegment], optimizer: object | None, rank: int = 0) -> int:
+def bytes_of_units(
+    segments: Sequence[OwnedSegment],
+    optimizer: object | None,
+    rank: int = 0,
+    sharded: Mapping[int, FullySharded] = MappingProxyType({}),
+) -> int:
     """Return the bytes that a rank sends if it gives away all units it has at even shares, without gradients.
 
     Optimizer state counts once there is some.
     """
-    total, sharded = 0, sharded_optimizer(optimizer)
+    total, in_parts = 0, sharded_optimizer(optimizer)
     for segment in segments:
-        for contents in contents_of(segment, None if sharded is not None else optimizer, rank):
+        for contents in contents_of(segment, None if in_parts is not None else optimizer, rank, sharded):
             of_unit = contents.bytes_per_unit(contents.description, with_gradients=False)
-            if sharded is not None and contents.parameter.numel():
-                of_element = sharded.bytes_of(contents.parameter) // contents.parameter.numel()
+            if in_parts is not None and contents.parameter.numel():
+                of_element = in_parts.bytes_of(contents.parameter) // contents.parameter.numel()
                 of_unit += contents.unit_tensor.elements_of_unit * of_element
             num_units = len(segment.owned.owners) // contents.unit_tensor.block
             total += num_units * of_unit // segment.owned.num_ranks
@@ -130,7 +141,8 @@ class UnitContents:
 
     Attributes:
         unit_tensor: where the parameter is.
-        state: the parameter with its gradient and optimizer state.
+        sharding: what gathers it where data-parallel ranks hold shards of it; else None.
+        state: the parameter with its gradient and optimizer state; of shards, this rank's.
         description: of all that, for the other ranks.
     """
 
@@ -140,14 +152,17 @@ class UnitContents:
         num_units: int,
         stepped: Tensor | None,
         optimizer: torch.optim.Optimizer | None,
+        sharding: FullySharded | None = None,
     ) -> None:
-        self.unit_tensor, self.parameter, name = unit_tensor, unit_tensor.parameter, unit_tensor.name
+        self.unit_tensor, self.sharding, name = unit_tensor, sharding, unit_tensor.name
+        self.parameter = unit_tensor.parameter if sharding is None else sharding.parameter
         dim, shape, size = unit_tensor.dim, local_of(self.parameter).shape, num_units * sum(unit_tensor.rows)
-        if is_sharded_in(unit_tensor.owner, self.parameter):
-            raise ValueError(
-                f"{name}: it is a DTensor, of which this rank holds a shard only, as with fully_shard, so its units "
-                "cannot move"
-            )
+        if (reason := why_sharded_for_good(unit_tensor, sharding)) is not None:
+            raise ValueError(f"{reason}, so its units cannot move")
+        if sharding is not None:
+            if stepped is not None and stepped is not self.parameter:
+                raise ValueError(f"{name}: fully_shard has sharded it, and the optimizer steps a copy of it")
+            shape = sharding.shape
         if dim >= len(shape) or shape[dim] != size:
             raise ValueError(
                 f"{name}: its shape is {tuple(shape)}, but dimension {dim} must be {size}: "
@@ -165,11 +180,30 @@ class UnitContents:
 
     def guard(self, *, are_away: bool) -> None:
         """Let DTensors that hold units of several ranks, or of other ranks than hosts know, not be gathered."""
+        if self.sharding is not None and not getattr(self.unit_tensor.owner, "has_dtensors", False):
+            return  # they are over replicas only
         refused = getattr(self.unit_tensor.owner, "refused_at_home", ())
         guard_dtensors(self.state.installed, are_away=are_away, refused=refused)
 
 
-def contents_of(segment: OwnedSegment, optimizer: Any, rank: int) -> list[UnitContents]:
+def why_sharded_for_good(unit_tensor: UnitTensor, sharding: FullySharded | None) -> str | None:
+    """Tell why a parameter of which this rank holds a shard cannot be gathered and sharded anew; None if it can."""
+    if not is_sharded_in(unit_tensor.owner, unit_tensor.parameter):
+        return None
+    why = "of a module that the model given does not hold" if sharding is None else sharding.why_fixed
+    if sharding is not None and why is None:
+        return None
+    how = (
+        ""
+        if sharding is not None and sharding.is_whole
+        else ", of which this rank holds a shard only, as with fully_shard"
+    )
+    return f"{unit_tensor.name} is a DTensor{how} {why}"
+
+
+def contents_of(
+    segment: OwnedSegment, optimizer: Any, rank: int, sharded: Mapping[int, FullySharded] = MappingProxyType({})
+) -> list[UnitContents]:
     """Return what ``rank``, this one, holds of a segment; a parameter that is there twice counts once."""
     unit_tensors: dict[int, UnitTensor] = {}
     for tensor in segment.tensors:
@@ -180,9 +214,18 @@ def contents_of(segment: OwnedSegment, optimizer: Any, rank: int) -> list[UnitCo
     inner = None
     if optimizer is not None:
         inner = torch_optimizer(optimizer)
-        stepped = stepped_tensors(optimizer, {tensor.name: tensor.parameter for tensor in unit_tensors.values()})
+        known_as = {key: each.parameter for key, each in sharded.items()}
+        stepped = stepped_tensors(
+            optimizer, {tensor.name: known_as.get(key, tensor.parameter) for key, tensor in unit_tensors.items()}
+        )
     return [
-        UnitContents(tensor, len(tensor.held(segment.owned, rank)), stepped.get(tensor.name), inner)
+        UnitContents(
+            tensor,
+            len(tensor.held(segment.owned, rank)),
+            stepped.get(tensor.name),
+            inner,
+            sharded.get(id(tensor.parameter)),
+        )
         for tensor in unit_tensors.values()
     ]
 
@@ -246,6 +289,8 @@ class _MovingParameter:
     def __init__(self, contents: UnitContents, route: _Route) -> None:
         self.contents, self.route = contents, route
         self._new: dict[str, Tensor] = {}
+        self._gathering: dict[str, tuple[Tensor, Tensor]] = {}
+        self._put: Callable[[], None] | None = None
         self.stacks: dict[tuple[str, int], tuple[Tensor | None, Tensor]] = {}
 
     @property
@@ -270,8 +315,11 @@ class _MovingParameter:
 
     @property
     def new_bytes(self) -> int:
-        """The bytes of the new tensors."""
-        return self.route.num_after * self.contents.bytes_per_unit(self.agreed) if self.route.changes else 0
+        """The bytes of the new tensors, and of what is gathered for them."""
+        num_units = self.route.num_after
+        if self.contents.sharding is not None:  # each as a whole and as parts
+            num_units = 2 * (num_units + self.route.num_before)
+        return num_units * self.contents.bytes_per_unit(self.agreed) if self.route.changes else 0
 
     @property
     def num_more(self) -> int:
@@ -285,6 +333,9 @@ class _MovingParameter:
         where, state, num_after = self.contents.unit_tensor, self.contents.state, self.route.num_after
         shape = list(self.contents.parameter.shape)
         shape[where.dim] = num_after * sum(where.rows)
+        if (sharding := self.contents.sharding) is not None:
+            self._gathering = {what: sharding.room_for(shard) for what, shard in sorted(state.tensors.items())}
+            state.tensors = {what: whole[: sharding.shape[0]] for what, (_, whole) in self._gathering.items()}
         for what in sorted(self.agreed.dtypes):
             make = torch.empty if self.route_of(what) is self.route else torch.zeros
             new = make(shape, dtype=self.agreed.dtype(what), device=state.device_of(what))
@@ -294,13 +345,34 @@ class _MovingParameter:
             for part, both in enumerate(zip(old_stacks, new_stacks, strict=True)):
                 self.stacks[what, part] = both
 
+    def gather(self) -> list[Exception]:
+        """Fill the old tensors where this rank holds shards of them, and return failures; collective over replicas.
+
+        After a failure the others are gathered all the same: ranks that live wait for it.
+        """
+        errors: list[Exception] = []
+        for padded, whole in self._gathering.values():
+            assert self.contents.sharding is not None
+            try:
+                self.contents.sharding.gather(padded, whole)
+            except Exception as error:
+                errors.append(error)
+        self._gathering = {}
+        return errors
+
+    def shard(self) -> None:
+        """Make this rank's shards of the new tensors where it holds shards only, to which nothing is added any more."""
+        if self._new and self.contents.sharding is not None:
+            self.stacks.clear()
+            self._new, self._put = self.contents.sharding.sharded(self._new)
+
     def install(self) -> None:
         """Put the new tensors in place of the old ones, which then take no memory."""
         self.stacks.clear()
         if self._new:
-            self.contents.state.install(self._new, self.agreed)
+            self.contents.state.install(self._new, self.agreed, self._put)
             self.contents.state.forget()
-            self._new = {}
+            self._new, self._put = {}, None
         self.contents.guard(are_away=not self.route.is_home)
 
 
@@ -324,6 +396,7 @@ class UnitMove(Transaction):
         reducers: Sequence[Reducer],
         max_bytes: int,
         device: torch.device,
+        sharded: Mapping[int, FullySharded] = MappingProxyType({}),
     ) -> None:
         super().__init__(process_group, device)
         self._max_bytes, self._reducers, self._optimizer = max_bytes, reducers, optimizer
@@ -344,7 +417,7 @@ class UnitMove(Transaction):
                 continue
             key = before.owners.tobytes(), after.owners.tobytes()
             moving = []
-            for contents in contents_of(segment, optimizer, self._rank):
+            for contents in contents_of(segment, optimizer, self._rank, sharded):
                 follow = {*made_anew, id(contents.state.stepped)}
                 if reason := why_of_fixed_size(contents.unit_tensor.name, contents.parameter, follow):
                     raise ValueError(f"{reason}, so its units cannot move")
@@ -380,6 +453,13 @@ class UnitMove(Transaction):
     def make_tensors(self) -> None:
         for moving in self._parameters:
             moving.allocate()
+
+    def send_and_receive(self) -> Exception | None:
+        errors = [error for moving in self._parameters for error in moving.gather()]
+        failure = super().send_and_receive() or next(iter(errors), None)
+        for moving in self._parameters if failure is None else ():
+            moving.shard()
+        return failure
 
     def source_of(self, parcel: int) -> End:
         moving, stack, pair = self._travelling[parcel]

@@ -24,14 +24,15 @@ from zeroresize.layers.weight_checks import is_sharded_in
 from zeroresize.optim.independence import steps_by_place, why_not_elementwise
 from zeroresize.optim.optimizers import hook_steps, stepped_tensors, torch_optimizer, why_others_step, why_sharded
 from zeroresize.optim.shared_gradients import tell_host_of
-from zeroresize.plan.ownership import CopyCosts, SegmentWork, checked_shares, owned_shares, unit_counts
+from zeroresize.plan.ownership import CopyCosts, OwnershipMap, SegmentWork, checked_shares, owned_shares, unit_counts
 from zeroresize.policy.moves.move_cost import most_bytes
 from zeroresize.resharding.agreement import CannotMoveError, gather_reasons, meet_prepared
 from zeroresize.resharding.data_parallel import DataParallelReplicas, reducers_of
+from zeroresize.resharding.fully_sharded import FullySharded, fully_sharded_in, why_not_reduced
 from zeroresize.resharding.parameter_state import why_of_fixed_size
 from zeroresize.resharding.replaced_parts import ReplacedParts
 from zeroresize.resharding.sharded_optimizer import sharded_optimizer
-from zeroresize.resharding.units.moving_units import bytes_of_units, contents_of, move_units
+from zeroresize.resharding.units.moving_units import bytes_of_units, contents_of, move_units, why_sharded_for_good
 from zeroresize.utils.hashing import fingerprint
 
 logger = logging.getLogger(__name__)
@@ -99,9 +100,20 @@ class OwnedUnits:
         self._rank, self._num_ranks = group_rank(process_group), group_size(process_group)
         self.segments: Sequence[OwnedSegment] = owned_segments(layers)
         self._layers, self.sharing = layers, [segment for segment in self.segments if segment.owned.block > 1]
-        are_whole = bool(self.sharing) and self._steps_by_place
+        sharded = fully_sharded_in(model, reshard=True)
+        self._is_fully_sharded = any(
+            is_sharded_in(where.owner, where.parameter) for segment in self.segments for where in segment.tensors
+        )
+        are_whole = bool(self.sharing) and (self._steps_by_place or self._is_fully_sharded)
         for segment in self.sharing if self.is_home else ():  # else they go on as they are
             segment.keep_whole(blocks=are_whole, wholes=False)
+        for segment in self.segments if self._is_fully_sharded else ():
+            if not min(segment.owned.counts):
+                raise ValueError(
+                    f"a rank has no {segment.kind} of {segment.name}, and fully_shard fails in the backward of an "
+                    "empty parameter: let every rank have some"
+                )
+            segment.min_units = segment.min_units or segment.quantum
         self.works: tuple[SegmentWork, ...] = segment_works(layers)
         if self.sharing:
             with suppress(ValueError, TypeError):  # nothing that torch steps is in it
@@ -120,7 +132,7 @@ class OwnedUnits:
                 hook_steps(optimizer, after=self._after_step)
         self._owned_by: tuple[tuple[float, ...], float] = (), 1.0
         self.why_not_divisible, self.why_not_stepped = self._why_not_divided_or_stepped()
-        self.why_not_movable = self._why_not_movable(replicas)
+        self.why_not_movable = self._why_not_movable(replicas, sharded)
 
     def _after_step(self) -> None:
         for reducer in reducers_of(self._model):
@@ -168,7 +180,7 @@ class OwnedUnits:
     @property
     def bytes_of_units(self) -> int:
         """Return the bytes of a rank's units at even shares, with optimizer state, as far as this rank has units."""
-        return bytes_of_units(self.segments, self._optimizer, self._rank)
+        return bytes_of_units(self.segments, self._optimizer, self._rank, fully_sharded_in(self._model))
 
     def checked(self, shares: Any) -> tuple[float, ...]:
         """Return ``shares`` as :meth:`move` takes them."""
@@ -183,7 +195,8 @@ class OwnedUnits:
         What segments name by ``extra`` must be of single units: not the same on all ranks, unless for all units.
         """
         tensors = (where for segment in self.segments for where in segment.tensors)
-        extra = [where for where in tensors if not isinstance(where.owner, BalancedLinear)]
+        others = (where for where in tensors if not isinstance(where.owner, BalancedLinear))
+        extra = [where for where in others if not is_sharded_in(where.owner, where.parameter)]
         table = self.meet(0.0, *(_print_of(where, self._rank) for where in extra)) if extra else ()
         for where, prints in zip(extra, list(zip(*table, strict=False))[1:], strict=False):
             if len(set(prints)) == 1:
@@ -217,7 +230,8 @@ class OwnedUnits:
             return None
         if self.why_not_divisible is not None:
             raise CannotMoveError(f"nothing has changed: {self.why_not_divisible}")
-        why = why_not or self.why_not_now()
+        sharded = fully_sharded_in(self._model, reshard=True)  # what was gathered for an evaluation is sharded again
+        why = why_not or self.why_not_now() or why_not_reduced(sharded)
         meet_prepared(self.meet, (0.0,) if why is None else CannotMoveError(why), "a move of units", moves=True)
         targets = {
             segment.name: segment.owned.with_counts(unit_counts(after, work))
@@ -225,21 +239,14 @@ class OwnedUnits:
         }
         owned_before = self.num_units
         try:
-            report = move_units(
-                self.segments,
-                targets,
-                process_group=self._group,
-                optimizer=self._optimizer,
-                meet=self.meet,
-                model=self._model,
-            )
+            reports = self._carry_out(targets, sharded)
         except ValueError as error:  # the others have heard why
             raise CannotMoveError(f"nothing has changed: {error}") from error
         for segment in self.segments:
             segment.shares = after
         self.shares, self._is_guarded = after, not self._has_dtensors
         try:
-            table = self.meet(report.sent_bytes, report.received_bytes, report.seconds)
+            table = self.meet(*map(sum, zip(*reports, strict=True)))
         except RuntimeError as error:
             raise RuntimeError(f"the units have moved, they are divided by {list(after)} now; then: {error}") from error
         sent, received, seconds = zip(*table, strict=True)
@@ -247,8 +254,8 @@ class OwnedUnits:
         move = Move(
             before=before,
             after=after,
-            sent_bytes=report.sent_bytes,
-            received_bytes=report.received_bytes,
+            sent_bytes=sum(sent_here for sent_here, *_ in reports),
+            received_bytes=sum(received_here for _, received_here, _ in reports),
             total_bytes=int(sum(sent)),
             most_bytes=int(most_bytes(sent, received)),
             seconds=max(seconds),
@@ -257,6 +264,43 @@ class OwnedUnits:
         )
         self.moves.append(move)
         return move
+
+    def _carry_out(
+        self, targets: Mapping[str, OwnershipMap], sharded: Mapping[int, FullySharded]
+    ) -> list[tuple[int, int, float]]:
+        """Move units to ``targets``; return the bytes sent and received, and the seconds, of each part of the move.
+
+        What fully_shard has sharded moves segment by segment, so that no more is gathered at once; all or nothing, too.
+        """
+        before = {segment.name: segment.owned for segment in self.segments}
+        parts = [[segment] for segment in self.segments] if self._is_fully_sharded else [self.segments]
+        reports: list[tuple[int, int, float]] = []
+
+        def move_part(part: Sequence[OwnedSegment], targets: Mapping[str, OwnershipMap]) -> None:
+            report = move_units(
+                part,
+                {segment.name: targets[segment.name] for segment in part},
+                process_group=self._group,
+                optimizer=self._optimizer,
+                meet=self.meet,
+                model=self._model,
+                sharded=sharded,
+            )
+            reports.append((report.sent_bytes, report.received_bytes, report.seconds))
+
+        try:
+            for part in parts:
+                move_part(part, targets)
+        except Exception as error:
+            moved = parts[: len(reports)]
+            try:
+                for part in moved:
+                    move_part(part, before)
+            except Exception as again:
+                names = [segment.name for part in moved for segment in part]
+                raise RuntimeError(f"units of {names} have moved, and may not be back: {again}") from error
+            raise
+        return reports
 
     def _why_captured(self) -> str | None:
         layers = (pair for segment in self.segments for pair in zip(segment.layers, segment.modules, strict=True))
@@ -292,9 +336,9 @@ class OwnedUnits:
         """
         if self._is_guarded or (self.is_home and not self._has_packed_dtensors):
             return
-        self._is_guarded = True
+        self._is_guarded, sharded = True, fully_sharded_in(self._model)
         for segment in self.segments:
-            for contents in contents_of(segment, self._optimizer, self._rank):
+            for contents in contents_of(segment, self._optimizer, self._rank, sharded):
                 contents.guard(are_away=not segment.owned.is_home)
                 self._is_guarded = self._is_guarded and (contents.state.has_state or contents.state.stepped is None)
 
@@ -305,7 +349,12 @@ class OwnedUnits:
     @property
     def may_be_apart(self) -> bool:
         """Whether the optimizer lets units that share rows be on several ranks."""
-        return bool(self.sharing) and not self._steps_by_place
+        return bool(self.sharing) and not self._steps_by_place and not self._is_fully_sharded
+
+    @property
+    def _are_apart(self) -> bool:
+        """Whether several ranks hold some rows, or did at home."""
+        return any(len(owned.apart) for each in self.sharing for owned in (each.owned, each.owned.at_home))
 
     @property
     def _name_apart(self) -> str | None:
@@ -358,13 +407,15 @@ class OwnedUnits:
                     return f"{why}: pass optimizer= to convert where it has stepped before", why_others_step(others)
         return why_not_elementwise(self._optimizer, stepped.values()), why_others_step(others)
 
-    def _why_not_movable(self, replicas: DataParallelReplicas) -> str | None:
+    def _why_not_movable(self, replicas: DataParallelReplicas, sharded: Mapping[int, FullySharded]) -> str | None:
         if not self.segments:
             return "the model has no segment that is known to be divisible unevenly (the log of convert says why)"
         tensors = (tensor for segment in self.segments for tensor in segment.tensors)
-        sharded = next((tensor.name for tensor in tensors if is_sharded_in(tensor.owner, tensor.parameter)), None)
-        if sharded is not None:
-            return f"{sharded} is a DTensor, of which this rank holds a shard only, as with fully_shard"
+        for_good = (why_sharded_for_good(tensor, sharded.get(id(tensor.parameter))) for tensor in tensors)
+        if (reason := next(filter(None, for_good), None)) is not None:
+            return reason
+        if self._is_fully_sharded and self._are_apart:
+            return "several ranks hold rows that units share, and fully_shard divides what they hold of them otherwise"
         if replicas.why_unknown is not None:
             return replicas.why_unknown
         if self._sharded is None and (sharded_state := why_sharded(self._optimizer)) is not None:
@@ -378,7 +429,7 @@ class OwnedUnits:
             return reason
         try:
             for segment in self.segments:
-                contents_of(segment, self._optimizer if self._sharded is None else None, self._rank)
+                contents_of(segment, self._optimizer if self._sharded is None else None, self._rank, sharded)
         except (ValueError, RuntimeError, AttributeError) as error:
             return str(error)
         return None
