@@ -30,7 +30,7 @@ LIMITS = {
     "package code lines": 31_926,
     "tests lines": 47_580,
     "examples lines": 13_031,
-    "docs lines": 4_814,
+    "docs lines": 4_817,
     "tuning constants": 149,
 }
 
