@@ -42,6 +42,20 @@ def losses_of_one_process(num_batches, schedule_every=None):
     return losses
 
 
+def losses_of_decoder(model, optimizer, num_steps):
+    """Of a language model of transformers that one process trains as two of the pages do."""
+    losses = []
+    for step in range(num_steps):
+        words = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(step))
+        loss = model(input_ids=words, labels=words).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 def moves_in(monkeypatch, names, moves):
     """Let the balancers that a program makes move units after these steps, by the class that it finds in ``names``."""
     zr = names["zr"]
@@ -149,15 +163,7 @@ def test_transformers(run_ranks, tmp_path, monkeypatch):
     (losses, again), _ = run_ranks(check, 2)
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-3)
-    expected = []
-    for step in range(12):
-        words = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(step))
-        loss = model(input_ids=words, labels=words).loss
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(loss.item())
+    expected = losses_of_decoder(model, optimizer, 12)
     assert losses == pytest.approx(expected, abs=1e-5)
     assert again == pytest.approx(expected[6:], abs=1e-5)
     trained = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "trained").state_dict()
@@ -181,15 +187,7 @@ def test_peft(run_ranks, tmp_path, monkeypatch):
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     model = peft.PeftModel.from_pretrained(model, tmp_path / "begun", is_trainable=True).train()
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
-    expected = []
-    for step in range(8):
-        words = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(step))
-        loss = model(input_ids=words, labels=words).loss
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(loss.item())
+    expected = losses_of_decoder(model, optimizer, 8)
     assert losses == losses_1 == pytest.approx(expected, abs=1e-5)
     model.load_adapter(tmp_path / "adapter", "trained")
     for kind in ("default", "trained"):
