@@ -52,7 +52,6 @@ class ReducerOfDdp:
 
     def __init__(self, wrapper: Any) -> None:
         self._wrapper, self.process_group = wrapper, wrapper.dp_cp_group
-        self._buffers = [*wrapper.buffers, *wrapper.expert_parallel_buffers]
         self._is_one_group = wrapper.bucket_size is None and len(wrapper.bucket_groups) == 1
 
     def averaged(self) -> list[Tensor]:
@@ -71,6 +70,10 @@ class ReducerOfDdp:
         if self._versions != vars(self._wrapper).get(_STEPPED) and any(each.grad_data.any() for each in self._buffers):
             return "they hold gradients that no step has used: move units between a step and the next backward"
         return _why_set(config)
+
+    @property
+    def _buffers(self) -> list[Any]:
+        return [*self._wrapper.buffers, *self._wrapper.expert_parallel_buffers]
 
     @property
     def _versions(self) -> list[int]:

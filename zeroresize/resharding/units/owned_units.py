@@ -127,7 +127,8 @@ class OwnedUnits:
             ReplacedParts(model, layers, optimizer).why_not_same,
             self._why_captured,
         ]
-        if any(True for reducer in reducers_of(model) for _ in reducer.beside()):
+        self._noting = [reducer for reducer in reducers_of(model) if any(True for _ in reducer.beside())]
+        if self._noting:
             with suppress(ValueError):  # nothing that torch steps is in it
                 hook_steps(optimizer, after=self._after_step)
         self._owned_by: tuple[tuple[float, ...], float] = (), 1.0
@@ -135,7 +136,7 @@ class OwnedUnits:
         self.why_not_movable = self._why_not_movable(replicas, sharded)
 
     def _after_step(self) -> None:
-        for reducer in reducers_of(self._model):
+        for reducer in self._noting:
             reducer.note_step()
 
     @property
