@@ -362,3 +362,37 @@ def test_gradients_that_no_step_has_used_keep_units_where_they_are(rank, group, 
             with pytest.raises(CannotMoveError, match="hold gradients that no step has used"):
                 balancer.move((3, 1))
         balancer.close()
+
+
+@on_ranks(2, [(False,), (True,)], timeout_s=100)
+def test_a_watch_names_who_is_slow_in_the_hosts_own_training_loop(rank, group, is_divided):
+    """By Megatron-Core's schedule of micro-batches, whose steps the watch hears by its optimizer."""
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    with megatron_on_cpu(2) as tensor_parallel:
+        model = gpt(config_of(finalize_model_grads_func=finalize_model_grads), parallel_output=False)
+        wrapped, optimizer = learner(model, is_divided=is_divided)
+        of_model = model.decoder.layers[0].mlp.linear_fc1
+        of_model.register_forward_hook(lambda *_: time.sleep(0.03 if rank else 0.005))
+        schedule = get_forward_backward_func()
+
+        def forward_step(steps, model):
+            return loss_of(model.module, next(steps)), lambda loss: (loss, {})
+
+        with zr.watch(wrapped, optimizer, process_group=tensor_parallel, update_every=2) as watch:
+            for step in range(10):
+                wrapped.zero_grad_buffer()
+                optimizer.zero_grad()
+                schedule(
+                    forward_step_func=forward_step,
+                    data_iterator=iter((2 * step, 2 * step + 1)),
+                    model=wrapped,
+                    num_microbatches=2,
+                    seq_length=8,
+                    micro_batch_size=4,
+                    forward_only=False,
+                )
+                assert optimizer.step()[0]
+            (slow,) = watch.report().slow
+        assert slow.rank == 1 and slow.times > 1.5
