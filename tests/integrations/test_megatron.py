@@ -197,13 +197,18 @@ def test_what_is_not_balanced_is_named_and_its_partner_stays_even(rank, group, c
 
 
 @on_ranks(2)
-def test_heads_with_norms_stay_whatever_sums_their_gradients(rank, group):
+def test_heads_stay_once_ranks_hold_different_norms_of_them(rank, group):
     with megatron_on_cpu(2):
-        model = gpt(config_of(num_layers=1, qk_layernorm=True, finalize_model_grads_func=print))
-        balancer = zr.Balancer(model, torch.optim.AdamW(model.parameters()), zr.BalanceConfig(start_checks=False))
+        model = gpt(config_of(num_layers=1, qk_layernorm=True))
+        optimizer = torch.optim.AdamW(model.parameters())
+        balancer = zr.Balancer(model, optimizer, zr.BalanceConfig(start_checks=False))
         balancer.move((3, 1))
-        assert [segment.owned.counts for segment in owned_segments(balanced_layers(model))] == [(36, 12)]
-        assert "norms of q and k are of all heads" in model.decoder.layers[0].self_attention.linear_proj.stays_even
+        loss_of(model, 0).backward()
+        optimizer.step()  # without what sums gradients of norms
+        balancer.step()
+        balancer.move((1, 1))  # home is right of what was wrong before
+        with pytest.raises(RuntimeError, match="parameters that serve all units"):
+            balancer.move((3, 1))
         balancer.close(at_home=True)
 
 

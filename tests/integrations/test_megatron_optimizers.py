@@ -63,9 +63,12 @@ def shares_of(model):
 
 #: With parameters that finalize_model_grads sums, and such as have no matrix.
 DIVIDED = {"sequence_parallel": True, "add_bias_linear": True, "add_qkv_bias": True}
+WITH_NORMS = {"qk_layernorm": True}
+CASES = [(kind, {}) for kind in LEARNERS]
+CASES += [("in parts, overlapped", DIVIDED), ("whole", WITH_NORMS), ("in parts, overlapped", WITH_NORMS)]
 
 
-@on_ranks(4, [*((kind, {}) for kind in LEARNERS), ("in parts, overlapped", DIVIDED)], timeout_s=200)
+@on_ranks(4, CASES, timeout_s=300)
 def test_weights_are_the_undivided_models_wherever_units_were(rank, group, kind, of_config):
     with megatron_on_cpu(1):
         undivided = config_of(**of_config | {"sequence_parallel": False})

@@ -99,6 +99,7 @@ WRONG = {
     | rows(FUNCTION, "on_change why_even")
     | rows(TEXT, "kind")
     | rows((3, "ab", [3], [(nn.Dropout(), "1")]), "dropouts")
+    | rows((3, "ab", [3], ["norm.weight"]), "replicated")
     | rows(FLAG, "has_other_dropout divisible"),
     "StragglerInjector": rows(CLASS, "process_group model")
     | rows((3, "x", [2], {0: NAN}, {0: -1}, {0: "2"}, {"0": 2}), "chi")

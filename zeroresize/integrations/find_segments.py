@@ -264,6 +264,7 @@ class _Search:
             modules=tuple(self._layers[name] for name in names),
             dropouts=tuple(segment.dropouts),
             has_other_dropout=segment.has_other_dropout,
+            replicated=tuple(segment.replicated),
         )
         cut = next((where.owner for where in held.cut if _stays_cut(where, slices)), None)
         if cut is not None:

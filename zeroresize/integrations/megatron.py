@@ -194,11 +194,6 @@ def _attention(module: Any) -> Segment:
         raise StaysEven(
             f"its {num_groups} groups of keys and values are fewer than the ranks, which gather all of them"
         )
-    if any([*norm.parameters()] for norm in norms):
-        raise StaysEven(
-            "norms of q and k are of all heads, and nothing tells whether finalize_model_grads sums their gradients "
-            "over the ranks"
-        )
 
     def set_groups(groups: list[int]) -> None:
         for counting in (module, core):
@@ -217,6 +212,7 @@ def _attention(module: Any) -> Segment:
         kind="heads" if num_heads == 1 else "KV groups",
         dropouts=[(core.attention_dropout, 1)],
         why_even=lambda: next(filter(None, map(why_changed, (module, core, *norms))), None),
+        replicated=[weight for norm in norms for weight in norm.parameters()],  # finalize_model_grads sums gradients
     )
 
 

@@ -55,6 +55,8 @@ class Segment:
             names in the model, or themselves; or (parameter, dim) with the dimension, 0 where none is given, that holds
             equally many rows for each unit that this rank owns, in the units' order; at even shares the rank's part.
             They travel with gradients and optimizer state, are clipped and saved as shards, and may be frozen.
+        replicated: parameters between the layers that serve every unit, such as a norm of each head: while units leave
+            even shares all ranks must hold the same, else nothing moves.
         kind: what a unit is, as reports name it: ``"neurons"``, ``"heads"``.
         dropouts: dropout modules between the layers, each with the dimension of its input that holds the units.
         has_other_dropout: whether something between the layers drops elements by random numbers of its own, so that
@@ -80,6 +82,7 @@ class Segment:
     why_even: Callable[[], str | None] | None = None
     divisible: bool = False
     extra: Sequence[str | nn.Parameter | tuple[str | nn.Parameter, int]] = ()
+    replicated: Sequence[nn.Parameter] = ()
 
     @property
     def layers(self) -> tuple[str | nn.Module, ...]:
@@ -145,7 +148,7 @@ class OwnedSegment:
         tensors: what changes hands, in an order that is the same on every rank.
         copy_costs: what rows on several ranks must bring: more than sums of their gradients were measured to cost.
         quantum, min_units: as of :class:`~zeroresize.plan.ownership.SegmentWork`.
-        on_change, dropouts, has_other_dropout, why_even: as of :class:`Segment`.
+        on_change, dropouts, has_other_dropout, why_even, replicated: as of :class:`Segment`.
         owned: who owns which units now.
         shares: of the ranks, by which they were divided.
         has_given_shares: whether the user has said how to divide them at first, by ``convert`` or by a configuration
@@ -170,6 +173,7 @@ class OwnedSegment:
     modules: tuple[Any, ...] = field(default=(), repr=False)
     dropouts: tuple[tuple[nn.Module, int], ...] = field(default=(), repr=False)
     has_other_dropout: bool = False
+    replicated: tuple[nn.Parameter, ...] = field(default=(), repr=False)
     shares: tuple[float, ...] = ()
     has_given_shares: bool = False
     stays_even: str | None = None

@@ -1,4 +1,4 @@
-"""What torch tells of itself: in which dtype autocast computes, whether memory has run out, when a device is done."""
+"""What torch tells of itself: whether memory has run out, when a device is done, the bits of a tensor and the like."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from zeroresize.utils.hashing import fingerprint
 
 #: Of torch's allocator on the CPU, of C++, of the C library, and of threads, whose stacks are memory.
 _TEXTS = ("can't allocate memory", "std::bad_alloc", "Cannot allocate memory", "can't start new thread")
@@ -43,6 +46,11 @@ def seconds_when_done(device: torch.device) -> float:
     """Return the clock's seconds (``time.perf_counter``), once a GPU has done all that it was given."""
     synchronize(device)
     return time.perf_counter()
+
+
+def fingerprint_of_bits(tensor: Tensor) -> float:
+    """Return a whole number of 52 bits, equal for tensors of the same bits."""
+    return fingerprint(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
 
 
 def remove_all(handles: Iterable[Any]) -> None:

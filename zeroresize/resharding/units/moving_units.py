@@ -42,6 +42,7 @@ from zeroresize.resharding.parcels import End, Pair, Parcel, RankRounds, copy_un
 from zeroresize.resharding.sharded_optimizer import WholeOptimizer, gathered, sharded_optimizer
 from zeroresize.resharding.transaction import MoveReport, Participants, Transaction, run_transaction
 from zeroresize.utils.hashing import fingerprint
+from zeroresize.utils.torch_state import fingerprint_of_bits
 
 #: Of the messages of a rank in a round, unless less is allowed: these stay in a processor's cache.
 _ROUND_BYTES = 8 * 2**20
@@ -383,7 +384,7 @@ class UnitMove(Transaction):
         num_units: of every kind that moves, how many change owners in the whole group.
     """
 
-    plan_name = "the segments, their owners or the targets that they were given"
+    plan_name = "the segments, their owners, the targets that they were given, or parameters that serve all units"
     memory_name = "new tensors of units that move"
     title = "a move of units"
 
@@ -428,7 +429,8 @@ class UnitMove(Transaction):
             self._parameters += moving
             num_units = before.in_wholes(int(np.count_nonzero(before.owners != after.owners)))
             self.num_units[segment.kind] = self.num_units.get(segment.kind, 0) + num_units
-            plans.append([segment.name, *(owners.hex() for owners in key), [each.plan for each in moving]])
+            serving = [] if after.is_home else [fingerprint_of_bits(each) for each in segment.replicated]
+            plans.append([segment.name, *(owners.hex() for owners in key), [each.plan for each in moving], serving])
         _require_disjoint(moving.contents for moving in self._parameters)
         self.plan = fingerprint(json.dumps([max_bytes, plans]))
 

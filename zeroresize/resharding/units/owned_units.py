@@ -33,7 +33,7 @@ from zeroresize.resharding.parameter_state import why_of_fixed_size
 from zeroresize.resharding.replaced_parts import ReplacedParts
 from zeroresize.resharding.sharded_optimizer import sharded_optimizer
 from zeroresize.resharding.units.moving_units import bytes_of_units, contents_of, move_units, why_sharded_for_good
-from zeroresize.utils.hashing import fingerprint
+from zeroresize.utils.torch_state import fingerprint_of_bits
 
 logger = logging.getLogger(__name__)
 
@@ -441,7 +441,7 @@ def _print_of(where: UnitTensor, rank: int) -> float:
     units = where.parameter.detach().movedim(where.dim, 0).unflatten(0, (-1, sum(where.rows)))
     if torch.equal(units, units[:1].expand_as(units)):
         return float(rank)
-    return fingerprint(units.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return fingerprint_of_bits(units)
 
 
 def divide_units(units: OwnedUnits, shares: Sequence[float]) -> None:
