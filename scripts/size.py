@@ -25,12 +25,12 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 49_262,
-    "package files": 280,
-    "package code lines": 31_936,
-    "tests lines": 47_680,
+    "package lines": 49_432,
+    "package files": 281,
+    "package code lines": 32_061,
+    "tests lines": 48_195,
     "examples lines": 13_032,
-    "docs lines": 4_825,
+    "docs lines": 4_828,
     "tuning constants": 149,
 }
 

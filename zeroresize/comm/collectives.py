@@ -224,6 +224,22 @@ def all_gather_into(whole: Tensor, tensor: Tensor, process_group: ProcessGroup) 
     _named_if_it_fails(call, "an all-gather with", process_group)
 
 
+def whole_of_parts(
+    part: Tensor | None, place: slice, weight: Tensor, process_group: ProcessGroup, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return the whole, of a weight's shape and on the CPU, of which this rank has ``part``, elsewhere; collective.
+
+    Args:
+        part, place: some elements, and which of the flattened weight's they are; None for none.
+    """
+    whole = torch.zeros(weight.numel(), dtype=dtype, device=weight.device)
+    if part is not None:
+        whole[place] = part
+    if len(whole):
+        all_reduce(whole.view(torch.uint8), process_group)  # by bytes, so that zeros keep their signs
+    return whole.view_as(weight).cpu()
+
+
 def gather_bytes(packed: bytes, process_group: ProcessGroup) -> list[bytes]:
     """Return what all ranks pass, in the order of the group, on its first rank, and nothing on others; collective."""
     is_first = group_rank(process_group) == 0

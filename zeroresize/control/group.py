@@ -66,7 +66,7 @@ def join_group(setup: Setup, attached: ExitStack) -> Group:
     warn_of_layers_that_stay(setup)
     exchange = Exchange(CpuGroup(setup.process_group, _agreement(setup)))
     attached.callback(exchange.close)
-    replicas = replicas_of(setup.model, setup.layers, setup.process_group, setup.replicas_group)
+    replicas = replicas_of(setup.model, setup.layers, setup.process_group, setup.replicas_group, setup.optimizer)
     memory = MemoryWatch(setup) if setup.config.memory_limits is not None else None
     if memory is not None:
         attached.callback(memory.close)

@@ -22,6 +22,7 @@ from colossalai.shardformer.layer import (
 )
 from colossalai.shardformer.layer._operation import split_forward_gather_backward
 from colossalai.shardformer.layer.qkv_fused_linear import split_forward_gather_backward_fused_qkv
+from colossalai.tensor.colo_parameter import ColoParameter
 from colossalai.tensor.d_tensor import is_distributed_tensor
 from colossalai.tensor.d_tensor.api import init_as_dtensor, is_customized_distributed_tensor
 from torch import Tensor, nn
@@ -32,9 +33,6 @@ from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.local_parts import on_tokens
 from zeroresize.utils.torch_private import parameters_of
 
-#: Sequence-parallel modes that gather or reduce-scatter the sequence inside the linear layer itself.
-_SEQUENCE_INSIDE_LINEAR = ("ring", "split_gather")
-
 
 class _BalancedLinear1D(BalancedLinear):
     """Holds what all balanced layers of Colossal-AI have in common."""
@@ -42,6 +40,7 @@ class _BalancedLinear1D(BalancedLinear):
     bias: Any
     skip_bias_add: bool
     parallel_input: bool
+    seq_parallel_mode: str | None
     in_features: int
     out_features: int
 
@@ -51,6 +50,10 @@ class _BalancedLinear1D(BalancedLinear):
             return tuple(sizes)
         size = self.out_features if self.is_column_parallel else self.in_features
         return (size,) if is_distributed_tensor(self.weight) else None
+
+    @property
+    def _sequence_dim(self) -> int | None:
+        return getattr(self, "seq_parallel_dim", 1) if self.seq_parallel_mode == "split_gather" else None
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: Any, **kwargs: Any) -> nn.Module:
@@ -84,7 +87,7 @@ class _BalancedColumn(_BalancedLinear1D):
         return (output, self.bias) if self.skip_bias_add else output
 
     def _products(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return self.column_products(x, bias)
+        return self.column_products(x, bias, sequence_dim=self._sequence_dim)
 
 
 class _BalancedRow(_BalancedLinear1D):
@@ -97,7 +100,8 @@ class _BalancedRow(_BalancedLinear1D):
         return (output, self.bias) if self.skip_bias_add else output
 
     def _forward(self, x: Tensor) -> Tensor:
-        y = self.row_products(x if self.parallel_input else self._own_part(x))
+        x = x if self.parallel_input else self._own_part(x)
+        y = self.row_products(x, sequence_dim=self._sequence_dim)
         return y if self.bias is None or self.skip_bias_add else y + self.bias.to(y.dtype)
 
     def _own_part(self, x: Tensor) -> Tensor:
@@ -137,7 +141,7 @@ class BalancedGPT2FusedLinearConv1D_Col(_TransposedWeight, _BalancedColumn, GPT2
     """``GPT2FusedLinearConv1D_Col`` (q, k and v in one, or FC1)."""
 
     def _products(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        y = self.column_products(x, None)
+        y = self.column_products(x, None, sequence_dim=self._sequence_dim)
         return y if bias is None else _BiasAdded.apply(y, bias)
 
 
@@ -175,8 +179,13 @@ _BALANCED_CLASSES: dict[type, type] = {
 
 
 def _why_left_alone(module: Any) -> str | None:
-    if module.seq_parallel_mode in _SEQUENCE_INSIDE_LINEAR:
-        return f"seq_parallel_mode={module.seq_parallel_mode!r} communicates inside the layer"
+    if isinstance(module.weight, ColoParameter):
+        return (
+            "its weight is a ColoParameter, as GeminiPlugin (in chunks), overlap_allgather=True and use_fp8=True make "
+            "it: it is filled, or cast, only for operations of torch"
+        )
+    if module.seq_parallel_mode == "ring":
+        return "seq_parallel_mode='ring' multiplies a slice of the sequence while the next one travels"
     if module.fp8_communication:
         return "fp8_communication=True"
     if module.use_zbv:

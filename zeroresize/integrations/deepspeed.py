@@ -22,7 +22,7 @@ from deepspeed.module_inject.layers import (
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from zeroresize.comm.collectives import all_reduce
+from zeroresize.comm.collectives import whole_of_parts
 from zeroresize.integrations.hosts import SwappedClasses
 from zeroresize.layers.balanced_linear import BalancedLinear
 
@@ -130,6 +130,8 @@ class ReducerOfDdp:
 class ShardedByDeepSpeed:
     """ZeRO-1 and ZeRO-2: every group of weights is one vector in float32, of which each replica steps a part."""
 
+    averages_over, steps_empty = None, True
+
     def __init__(self, optimizer: Any) -> None:
         self._optimizer, self._inner = optimizer, optimizer.optimizer
         # It forgets weights that are empty on a rank.
@@ -169,12 +171,12 @@ class ShardedByDeepSpeed:
         part, place = self._part_of(weight), weight._hp_mapping
         of_part = {_MASTER: part.detach(), **self._states[part]}
         for key in (_MASTER, *self._keys_of(part)):
-            whole = of_part[key].new_zeros(weight.numel())
+            vector, held, at = of_part[key], None, slice(0)
             if place is not None:
-                _at(whole, place.lp_fragment_address).copy_(_at(of_part[key], place.hp_fragment_address))
-            if len(whole):
-                all_reduce(whole.view(torch.uint8), weight._dp_group)  # by bytes, so that zeros keep their signs
-            of_part[key] = whole.view_as(weight).cpu()
+                of_weight = place.lp_fragment_address
+                at = slice(of_weight.start, of_weight.start + of_weight.numel)
+                held = _at(vector, place.hp_fragment_address)
+            of_part[key] = whole_of_parts(held, at, weight, weight._dp_group, vector.dtype)
         return of_part.pop(_MASTER), of_part
 
     def rebuild(self) -> None:

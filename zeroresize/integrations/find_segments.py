@@ -339,7 +339,7 @@ class _Search:
                 raise StaysEven(f"{name} shares its {key} with another module")
         if (why := why_adapted(self._model, name, layer) or layer.why_even) is not None:
             raise StaysEven(f"{name}: {why}")
-        if mode is not None:
+        if mode not in (None, "split_gather"):  # attention exchanges heads, or keys, with other ranks
             raise StaysEven(f"{name} has seq_parallel_mode={mode!r}")
         if not layer.is_column_parallel and not reads_its_slice(layer):
             raise StaysEven(f"{name}: {_SPLITS_ITSELF}")

@@ -13,7 +13,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from zeroresize.comm.collectives import all_gather, all_reduce
+from zeroresize.comm.collectives import all_gather, whole_of_parts
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.utils.torch_private import version_of
 
@@ -150,6 +150,8 @@ class ReducerOfDdp:
 class ShardedByMegatron:
     """Megatron-Core's DistributedOptimizer over the buffers of one wrapper."""
 
+    averages_over, steps_empty = None, True
+
     def __init__(self, optimizer: Any) -> None:
         self._optimizer, self._inner, buffers = optimizer, optimizer.optimizer, getattr(optimizer, "buffers", ())
         self.weights: list[Tensor] = [weight for buffer in buffers for weight in buffer.params]
@@ -178,12 +180,8 @@ class ShardedByMegatron:
         part, shard = self._part_of(weight)
         wholes = {key: value for key, value in self._kept.items() if key not in self._keys}
         for key in self._whole_keys(weight):
-            whole = torch.zeros(weight.numel(), device=weight.device)
-            if shard is not None:
-                whole[part] = shard.detach() if key == _MASTER else self._inner.state[shard][key]
-            if len(whole):  # by bytes, so that zeros keep their signs
-                all_reduce(whole.view(torch.uint8), self._optimizer.data_parallel_group)
-            wholes[key] = whole.view_as(weight).cpu()
+            held = None if shard is None else shard.detach() if key == _MASTER else self._inner.state[shard][key]
+            wholes[key] = whole_of_parts(held, part, weight, self._optimizer.data_parallel_group)
         return wholes.pop(_MASTER, weight), wholes
 
     def rebuild(self) -> None:

@@ -21,7 +21,7 @@ _WRAPPING = {"megatron", "deepspeed", "accelerate"}
 _SHARDED = {
     *(("torch", "ZeroRedundancyOptimizer"), ("deepspeed", "BF16_Optimizer"), ("deepspeed", "DeepSpeedZeroOptimizer")),
     *(("deepspeed", "DeepSpeedZeroOptimizer_Stage3"), ("megatron", "DistributedOptimizer")),
-    ("megatron", "LayerWiseDistributedOptimizer"),
+    *(("megatron", "LayerWiseDistributedOptimizer"), ("colossalai", "LowLevelZeroOptimizer")),
 }
 
 

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zeroresize.comm.collectives import group_ranks, group_size, require_group, world_size
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.resharding.fully_sharded import FullySharded, fully_sharded_in
+from zeroresize.resharding.sharded_optimizer import ShardedOptimizer, sharded_optimizer
 from zeroresize.utils.torch_private import drop_reducer_of_ddp, rebuild_ddp, why_ddp_cannot_be_rebuilt
 
 #: Where hosts have one of their own, what it is called, and where its ``ReducerOfDdp`` is.
@@ -138,18 +139,20 @@ def replicas_of(
     layers: Mapping[str, BalancedLinear],
     process_group: ProcessGroup,
     data_parallel_group: ProcessGroup | None,
+    optimizer: Any = None,
 ) -> DataParallelReplicas:
-    """Return who else holds the shards of ``layers``: as the user says, or whom DDP or FSDP2 averages over.
+    """Return who else holds the shards of ``layers``: as the user says, or whom DDP, FSDP2 or ZeRO averages over.
 
     Args:
         process_group: the tensor-parallel group; a job without ranks outside of it has no replicas.
         data_parallel_group: as the user says; None to find out.
+        optimizer: steps the layers.
     """
     num_ranks = group_size(process_group)
     if data_parallel_group is None and world_size() <= num_ranks:
         return DataParallelReplicas()
     gc.collect()  # a wrapper that was let go of is around the model until then
-    around = _groups_around(layers, reducers_of(model), fully_sharded_in(model))
+    around = _groups_around(layers, reducers_of(model), fully_sharded_in(model), sharded_optimizer(optimizer))
     groups = {ranks: group for own in around for ranks, group in own.items()}
     if data_parallel_group is not None:
         ranks = tuple(group_ranks(require_group(data_parallel_group)))
@@ -182,11 +185,16 @@ def replicas_of(
 
 
 def _groups_around(
-    layers: Mapping[str, BalancedLinear], reducers: Sequence[Reducer], sharded: Mapping[int, FullySharded]
+    layers: Mapping[str, BalancedLinear],
+    reducers: Sequence[Reducer],
+    sharded: Mapping[int, FullySharded],
+    in_parts: ShardedOptimizer | None,
 ) -> list[dict[tuple[int, ...], ProcessGroup]]:
     """For every layer the groups, by their ranks, over which the gradient of its weight is averaged."""
     averaged = [(reducer.process_group, set(map(id, reducer.averaged()))) for reducer in reducers]
     averaged += [(each.group, {key}) for key, each in sharded.items() if each.group is not None]
+    if in_parts is not None and in_parts.averages_over is not None:
+        averaged.append((in_parts.averages_over, set(map(id, in_parts.weights))))
     return [
         {tuple(group_ranks(group)): group for group, parameters in averaged if id(layer.weight) in parameters}
         for layer in layers.values()

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from zeroresize.comm.exchange import Meet
 from zeroresize.optim.optimizers import kinds_of, with_inner
@@ -20,6 +21,7 @@ from zeroresize.utils.hashing import fingerprint
 
 #: Of optimizers, by their package and name, where their class is.
 _CLASSES: Mapping[tuple[str, str], tuple[str, str]] = {
+    ("colossalai", "LowLevelZeroOptimizer"): ("zeroresize.integrations.colossalai_zero", "ShardedByColossalai"),
     ("deepspeed", "DeepSpeedZeroOptimizer"): ("zeroresize.integrations.deepspeed", "ShardedByDeepSpeed"),
     ("megatron", "DistributedOptimizer"): ("zeroresize.integrations.megatron_buffers", "ShardedByMegatron"),
 }
@@ -30,9 +32,13 @@ class ShardedOptimizer(Protocol):
 
     Attributes:
         weights: that it steps, on whatever rank; in an order that is the same on all replicas.
+        averages_over: the replicas, where no wrapper of the model tells which these are; else None.
+        steps_empty: whether a rank may have no elements of a weight.
     """
 
     weights: Sequence[Tensor]
+    averages_over: ProcessGroup | None
+    steps_empty: bool
 
     def why_not(self) -> str | None:
         """Return why units cannot move with it, by what is set or held; None if they can."""

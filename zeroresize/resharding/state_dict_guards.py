@@ -37,6 +37,7 @@ _LOADING = (
     "which the state of even shards does not fit. Load with all units at home, `with balancer.at_home(): ...` on every "
     "rank of the group, or let torch.distributed.checkpoint load into `zeroresize.sharded_state_dict(model, optimizer)`"
 )
+_AT_HOME = "have all units at home for that, `with balancer.at_home(): ...` on every rank of the group"
 
 
 def guard_modules(segments: Iterable[OwnedSegment]) -> None:
@@ -185,11 +186,25 @@ def guard_optimizer(optimizer: Any, are_away: Callable[[], bool]) -> Callable[[]
 
     def refuse(call: str, remedy: str) -> None:
         if not saving and (ask := alive()) is not None and ask():
-            raise RuntimeError(f"optimizer.{call}: its state is of unevenly divided layers, {remedy}")
+            raise RuntimeError(f"{call}: its state is of unevenly divided layers, {remedy}")
+
+    def ask_before(holder: Any, name: str, call: str) -> None:
+        def guarded(method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+            refuse(call, _AT_HOME)
+            return method(*args, **options)
+
+        vars(holder)[name] = partial(guarded, getattr(holder, name))
+
+    for wrapper in with_inner(optimizer):  # Colossal-AI's checkpoints begin by these
+        if hasattr(wrapper, "get_master_to_working_map"):
+            ask_before(wrapper, "get_master_to_working_map", "a checkpoint of the optimizer")
+            ask_before(wrapper, "state_dict", "optimizer.state_dict()")
+        if hasattr(model := getattr(wrapper, "model", None), "_force_wait_all_gather"):
+            ask_before(model, "_force_wait_all_gather", "a checkpoint of the model")
 
     handles = (
-        inner.register_state_dict_pre_hook(lambda _: refuse("state_dict()", _SAVING)),
-        inner.register_load_state_dict_pre_hook(lambda *_: refuse("load_state_dict()", _LOADING)),
+        inner.register_state_dict_pre_hook(lambda _: refuse("optimizer.state_dict()", _SAVING)),
+        inner.register_load_state_dict_pre_hook(lambda *_: refuse("optimizer.load_state_dict()", _LOADING)),
     )
     return partial(remove_all, handles)
 

@@ -107,10 +107,13 @@ class OwnedUnits:
         are_whole = bool(self.sharing) and (self._steps_by_place or self._is_fully_sharded)
         for segment in self.sharing if self.is_home else ():  # else they go on as they are
             segment.keep_whole(blocks=are_whole, wholes=False)
-        for segment in self.segments if self._is_fully_sharded else ():
+        fails = "fully_shard" if self._is_fully_sharded else None
+        if self._sharded is not None and not self._sharded.steps_empty:
+            fails = type(optimizer).__name__
+        for segment in self.segments if fails else ():
             if not min(segment.owned.counts):
                 raise ValueError(
-                    f"a rank has no {segment.kind} of {segment.name}, and fully_shard fails in the backward of an "
+                    f"a rank has no {segment.kind} of {segment.name}, and {fails} fails in the backward of an "
                     "empty parameter: let every rank have some"
                 )
             segment.min_units = segment.min_units or segment.quantum
@@ -417,6 +420,8 @@ class OwnedUnits:
             return reason
         if self._is_fully_sharded and self._are_apart:
             return "several ranks hold rows that units share, and fully_shard divides what they hold of them otherwise"
+        if self._sharded is not None and (why := self._sharded.why_not()) is not None:
+            return why
         if replicas.why_unknown is not None:
             return replicas.why_unknown
         if self._sharded is None and (sharded_state := why_sharded(self._optimizer)) is not None:
