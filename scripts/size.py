@@ -25,12 +25,12 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 49_432,
-    "package files": 281,
-    "package code lines": 32_061,
-    "tests lines": 48_195,
+    "package lines": 49_970,
+    "package files": 283,
+    "package code lines": 32_435,
+    "tests lines": 48_753,
     "examples lines": 13_032,
-    "docs lines": 4_828,
+    "docs lines": 4_941,
     "tuning constants": 149,
 }
 

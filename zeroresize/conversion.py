@@ -378,7 +378,7 @@ def _why_left_alone(name: str, module: Any, host: HostAdapter, process_group: Pr
         return reason
     if not same_ranks(process_group_of(host, module), process_group):
         return "it belongs to another process group"
-    if module.weight.shape[1] < 2:
+    if not _moves_only(module, host) and module.weight.shape[1] < 2:
         return "it has fewer than two input features"
     return None
 
@@ -388,7 +388,14 @@ def _why_unfit(name: str, module: Any, host: HostAdapter) -> str | None:
     if name.removesuffix(".base_layer").rpartition(".")[2] in getattr(host, "vocabulary_heads", ()):
         return VOCABULARY
     gathered = GATHERED if getattr(module, "gather_output", False) else None
+    if _moves_only(module, host):
+        return host.why_left_alone(module)
     return host.why_left_alone(module) or why_no_whole_weight(module) or gathered
+
+
+def _moves_only(module: Any, host: HostAdapter) -> bool:
+    """Whether a layer computes, or will, by its host's own forward."""
+    return bool(getattr(module if isinstance(module, BalancedLinear) else host, "moves_only", False))
 
 
 def _nothing_to_convert(model: nn.Module, choice: _Choice) -> str:

@@ -115,15 +115,15 @@ def as_rank(rank, num_ranks):
     yield
 
 
-def split_by_plan(folder, rank, num_ranks=2, **options):
-    """The model in ``folder`` as ``from_pretrained`` splits it by its own plan."""
+def split_by_plan(folder, rank, num_ranks=2, plan="auto", **options):
+    """The model in ``folder`` as ``from_pretrained`` splits it by its own plan, or with these rules besides."""
     load = transformers.AutoModelForCausalLM.from_pretrained
     with as_rank(rank, num_ranks):
         if not IS_5:
             return load(folder, tp_plan="auto", torch_dtype=torch.float64, **options)
         from transformers.distributed import DistributedConfig
 
-        config = DistributedConfig(tp_plan="auto", tp_size=num_ranks)
+        config = DistributedConfig(tp_plan=plan, tp_size=num_ranks)
         return with_eager_experts(load(folder, distributed_config=config, dtype=torch.float64, **options))
 
 

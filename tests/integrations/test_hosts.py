@@ -41,7 +41,7 @@ def test_the_example_of_the_docs_trains_while_a_rank_prunes(run_ranks, example):
 def test_the_registered_module_of_the_docs_has_heads_on_any_rank(run_ranks, monkeypatch):
     monkeypatch.setattr(known_modules, "_adapters", dict(known_modules._adapters))
     names = {"__name__": "adding_a_host"}
-    exec(compile(PROGRAMS[1], "docs/adding_a_host.md", "exec"), names)
+    exec(compile(PROGRAMS[2], "docs/adding_a_host.md", "exec"), names)
 
     def check(rank, group):
         torch.manual_seed(0)

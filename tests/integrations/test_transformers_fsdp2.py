@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 from helpers.fsdp2 import train_beside_host
-from helpers.transformers_models import as_rank, batch, whole_decoder
+from helpers.transformers_models import as_rank, batch, whole_decoder, with_eager_experts
 
 import zeroresize as zr
 from zeroresize.conversion import balanced_layers
@@ -24,13 +24,16 @@ def split_and_sharded(folder, rank):
     return model.train()
 
 
-def test_at_home_it_is_the_host_and_moves_change_nothing(run_ranks, tmp_path):
-    whole_decoder("llama").save_pretrained(tmp_path / "whole")
+@pytest.mark.parametrize(("kind", "num_layers"), [("llama", 7), ("mixtral", 5)])
+def test_at_home_it_is_the_host_and_moves_change_nothing(run_ranks, tmp_path, monkeypatch, kind, num_layers):
+    monkeypatch.setattr(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else x.to(torch.float32))
+    whole_decoder(kind).save_pretrained(tmp_path / "whole")
 
     def check(rank, group):
-        host, model = (split_and_sharded(tmp_path / "whole", rank) for _ in range(2))
+        host, model = (with_eager_experts(split_and_sharded(tmp_path / "whole", rank)) for _ in range(2))
         zr.convert(model)
-        assert len(balanced_layers(model)) == 14, "seven layers in each of two blocks"
+        layers = balanced_layers(model)
+        assert len(layers) == 2 * num_layers and all(layer.segment is not None for layer in layers.values())
         moves = {1: (3, 1), 3: (1, 1)}
         balancer = train_beside_host(host, model, lambda each, step: each(**batch(step)).loss, moves)
         balancer.close()

@@ -220,6 +220,9 @@ WRONG = {
     "integrations.SwappedClasses": rows((3, "ab", {3: 4}), "classes")
     | rows(FUNCTION, "why_left_alone process_group_of")
     | rows((3, "ab", [3]), "vocabulary_heads"),
+    "integrations.HostForwardClasses": rows((3, "ab", {3: 4}, {nn.Linear: 4}), "columns rows segments")
+    | rows(FUNCTION, "why_left_alone process_group_of")
+    | rows((3, "ab", [3]), "vocabulary_heads"),
 }
 #: What the package makes and users only read.
 MADE_HERE = {

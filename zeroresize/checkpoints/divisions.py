@@ -153,17 +153,17 @@ def _of_balanced(layer: Any, tensors: dict[str, Tensor]) -> tuple[dict[int, Tens
                 f"on this rank, where its host made one of {tuple(layer.home_shape)}, and it is not known what it "
                 "owns: is it a copy of a layer that was divided unevenly?"
             )
-        parts, divisions = parts_of(layer), {}
-        if "weight" in tensors:
-            divisions[id(tensors["weight"])] = _by_home(
-                dim ^ layer.weight_is_transposed, parts, home, rank, layer.begins
-            )
-        if layer.is_column_parallel and "bias" in tensors:
-            divisions[id(tensors["bias"])] = _by_home(0, parts, home, rank, layer.begins)
+        parts, divisions = None if layer.moves_only else parts_of(layer), {}
+        for key, at in layer.unit_dims.items():
+            if key in tensors:
+                sizes = parts or layer.parts_of_tensor(key)
+                divisions[id(tensors[key])] = _by_home(at, sizes, home, rank, layer.begins)
         for owner, name, at, size in layer.extra:
             divisions[id(getattr(owner, name))] = _by_home(at, [size], home, rank, layer.begins)
         is_made = "weight" not in tensors and not layer.has_dtensors  # of other tensors, in every forward
     doubtful = {name: tensor for name, tensor in tensors.items() if id(tensor) not in divisions}
+    if layer.moves_only:  # whose adapter knows of all
+        return divisions, {}
     if is_made and ranks > 1:
         doubtful.update(layer.named_parameters())
     if not layer.is_column_parallel:  # every rank has the whole bias

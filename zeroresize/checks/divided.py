@@ -92,6 +92,8 @@ def _is_shard(parameter: Tensor, owner: nn.Module, name: str) -> bool | None:
         return any(map(is_dividing, parameter.placements))  # type: ignore[attr-defined]
     if is_marked_as_shard(parameter) or hasattr(parameter, "shard_fn"):  # the second of Colossal-AI's fused layers
         return True
+    if isinstance(owner, BalancedLinear):
+        return name.rpartition(".")[2] in owner.unit_dims
     kind = kind_of_layer(owner)
     return True if kind == "column" else name.rpartition(".")[2] != "bias" if kind == "row" else None
 
@@ -99,8 +101,8 @@ def _is_shard(parameter: Tensor, owner: nn.Module, name: str) -> bool | None:
 def kind_of_layer(module: nn.Module) -> str:
     """Return "column" or "row" for a layer whose weight is divided, "embedding" for a divided vocabulary, else ""."""
     weight: Any = getattr(module, "weight", None)
-    if isinstance(module, BalancedLinear):
-        return "column" if module.is_column_parallel else "row"
+    if isinstance(module, BalancedLinear):  # of which some have the host's products
+        return "" if module.moves_only else "column" if module.is_column_parallel else "row"
     if not isinstance(weight, Tensor) or weight.ndim != 2:
         return ""
     is_embedding = hasattr(module, "num_embeddings")

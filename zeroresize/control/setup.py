@@ -173,6 +173,14 @@ def _check_weights(layers: Layers, config: BalanceConfig) -> None:
         or (config.mode in PRIORITY_MODES and config.priority == "path_length")
     )
     for name, layer in layers.items():
+        if layer.moves_only and config.mode not in ("off", "exact"):
+            raise ValueError(
+                f"layer {name} ({type(layer).__name__}) computes by its host's own forward, of which no columns can be "
+                f"lent or dropped, as mode={config.mode!r} does: allowed are mode='exact' and 'off', in which units "
+                "move, or leave it out by module_filter_fn of convert"
+            )
+        if layer.moves_only:
+            continue
         gone = why_no_whole_weight(layer)
         if gone is not None:
             raise ValueError(

@@ -3,11 +3,12 @@
 A library is imported only when it is already in use.
 """
 
-from zeroresize.integrations.hosts import HostAdapter, SwappedClasses, register_host
+from zeroresize.integrations.hosts import HostAdapter, HostForwardClasses, SwappedClasses, register_host
 from zeroresize.integrations.known_modules import StaysEven, register_elementwise, register_segments
 
 __all__ = [
     "HostAdapter",
+    "HostForwardClasses",
     "StaysEven",
     "SwappedClasses",
     "register_elementwise",

@@ -100,7 +100,7 @@ class _Search:
         given = [(layer, True) for layer in (*segment.column, *segment.shared)] + [(segment.row, False)]
         try:
             *columns, row = [self._named_layer(layer, is_column=is_column) for layer, is_column in given]
-            if not segment.column:
+            if not segment.column and not self._layers[row].is_segment:
                 raise StaysEven("it names no column-parallel layer")
             self._take(segment, columns, row)
         except StaysEven as error:
@@ -118,7 +118,7 @@ class _Search:
                     self._take_registered(segment, names)
             except StaysEven as error:
                 name = self._names[id(module)][0]
-                for layer_name in self._free(name):
+                for layer_name in (*self._free(name), *({name} & self._layers.keys())):
                     self._reasons.setdefault(layer_name, f"{type(module).__name__}: {error}")
 
     def _take_registered(self, segment: Segment, names: Sequence[str]) -> None:
@@ -135,8 +135,8 @@ class _Search:
         for name, row in self._layers.items():
             if row.is_column_parallel or name in self._segments or name in self._reasons:
                 continue
-            if not reads_its_slice(row):
-                self._reasons[name] = _SPLITS_ITSELF
+            if row.is_segment or not reads_its_slice(row):
+                self._reasons[name] = _NAME_IT.replace("[...]", "[]") if row.is_segment else _SPLITS_ITSELF
                 continue
             for holder in _ancestors(name):
                 inside = [each for each in self._free(holder) if self._layers[each].is_column_parallel]
@@ -194,11 +194,13 @@ class _Search:
             if self._uses[id(tensor.parameter)] > 1:
                 raise StaysEven(f"{tensor.name} is shared with another module")
         if not is_proven:
-            rows = {tensor.owner: tensor.rows for tensor in owned.tensors}
+            rows = {tensor.owner: tensor.rows for tensor in reversed(owned.tensors)}
             rank = group_rank(self._layers[row].process_group)
             units = owned.owned.blocks_of(rank, owned.owned.slices).tolist()
             of_layers = {name: rows[self._layers[name]] for name in names}
             moving = {id(tensor.parameter) for tensor in owned.tensors}
+            by_hosts = [layer for layer in owned.modules if layer.moves_only]  # whose adapter knows of all
+            moving |= {id(each) for layer in by_hosts for each in (*layer.parameters(), *layer.buffers())}
             require_sound(segment, of_layers, units, self._modules, moving)
             if segment.parts is not None:
                 self.with_given_parts.update(columns)
@@ -296,10 +298,23 @@ class _Search:
         if outer != name:
             layers |= {f"{outer}.{key}": matrix for key, matrix in matrices_of(self._modules[outer]).items()}
         for of_layer, layer in layers.items():
-            dim = 0 if layer.is_column_parallel != layer.weight_is_transposed else 1
-            yield UnitTensor(layer, "weight", f"{of_layer}.weight", dim, rows, block, is_shared)
-            if layer.is_column_parallel and parameters_of(layer).get("bias") is not None:
-                yield UnitTensor(layer, "bias", f"{of_layer}.bias", 0, rows, block, is_shared)
+            for key, dim in layer.unit_dims.items():
+                if layer.moves_only:
+                    rows_here = self._rows_by_host(layer, key, of_layer, rows)
+                    yield UnitTensor(layer, key, f"{of_layer}.{key}", dim, rows_here, block, is_shared)
+                elif key == "weight" or parameters_of(layer).get(key) is not None:
+                    yield UnitTensor(layer, key, f"{of_layer}.{key}", dim, rows, block, is_shared)
+
+    def _rows_by_host(self, layer: Any, key: str, name: str, rows: tuple[int, ...]) -> tuple[int, ...]:
+        """Of a unit in one of the tensors of a layer whose features have these rows of it."""
+        size, num_units = local_of(getattr(layer, key)).shape[layer.unit_dims[key]], layer.num_features // sum(rows)
+        parts = (1,) * layer.unit_parts[key] if key in layer.unit_parts else rows
+        if any(size * part % (num_units * sum(parts)) for part in parts):
+            raise StaysEven(
+                f"{name}.{key} has {size} entries in dimension {layer.unit_dims[key]} on this rank, which are not "
+                f"equally many in {len(parts)} parts for each of its {num_units} units"
+            )
+        return tuple(size * part // (num_units * sum(parts)) for part in parts)
 
     def _extra(self, wanted: str | nn.Parameter, dim: int, units_here: int) -> UnitTensor:
         """A parameter of a segment's units that is in no layer; at even shares this rank has so many of them."""
@@ -324,6 +339,10 @@ class _Search:
     def _require_movable(self, name: str) -> None:
         layer: Any = self._layers[name]
         parameters = {key: parameter for key, parameter in parameters_of(layer).items() if parameter is not None}
+        if layer.moves_only:
+            if why := why_adapted(self._model, name, layer) or layer.why_even or why_changed(layer):
+                raise StaysEven(f"{name}: {why}")
+            return
         held = local_of(parameters["weight"]) if "weight" in parameters else None
         whole = held.t() if held is not None and layer.weight_is_transposed else held
         local = layer.local_weight

@@ -11,13 +11,17 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.host_forward import HostForwardLayer
 from zeroresize.utils.checked import checked
+from zeroresize.utils.torch_private import is_tensor_of_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +32,8 @@ GATHERED, VOCABULARY = "gather_output=True", "it is a vocabulary head"
 class HostAdapter(Protocol):
     """Tells ``zeroresize.convert`` what it must know of a library's parallel linear layers.
 
-    It may have a method ``process_group_of`` and an attribute ``vocabulary_heads``, too: see :class:`SwappedClasses`.
+    It may have a method ``process_group_of`` and an attribute ``vocabulary_heads``, too: see :class:`SwappedClasses`;
+    and ``moves_only``, True where layers go on to compute by their host's own forward: :class:`HostForwardClasses`.
 
     Attributes:
         kinds: which layers it can balance, as error messages name them.
@@ -114,6 +119,92 @@ class SwappedClasses:
         return module
 
 
+#: Which dimension of each tensor holds units, and in how many parts; None where all ranks hold the same.
+UnitDims = Mapping[str, int | tuple[int, int] | None]
+_NONE: Mapping[type, UnitDims] = MappingProxyType({})
+
+
+@checked()
+class HostForwardClasses(SwappedClasses):
+    """Adapts a host whose layers go on to compute by their own forward, such as fused or quantised ones.
+
+    Their units move, and mode ``exact`` decides by how long whole forwards and backwards of the layers take. Nothing is
+    lent or dropped: other modes than ``exact`` and ``off`` are an error that names the layer.
+
+    Each class comes with all of its parameters and buffers by name, which may be of any number of dimensions, such as
+    scales of output channels beside weights: with the dimension that ranks have divided; with (dimension, parts) where
+    that has several equal parts one after another, each with rows of every unit; or with None where all ranks hold the
+    same. By the first one's dimension the layer has output features, or a row-parallel one input features.
+
+    Args:
+        columns: classes of column-parallel layers: ``{Fused: {"weight": 0, "scale": 0, "bias": 0}}``.
+        rows: of row-parallel ones: ``{FusedRow: {"weight": 1, "scale": None, "bias": None}}``.
+        segments: of layers that are a segment each, which read what all ranks have and return the sum over the ranks:
+            ``{FusedMlp: {"down": 1, "gate_up": (0, 2)}}``. Name these by ``zr.Segment(column=[], row="mlp", ...)``.
+        why_left_alone, process_group_of, vocabulary_heads: as of :class:`SwappedClasses`.
+    """
+
+    moves_only = True
+
+    def __init__(
+        self,
+        columns: Mapping[type, UnitDims] = _NONE,
+        rows: Mapping[type, UnitDims] = _NONE,
+        segments: Mapping[type, UnitDims] = _NONE,
+        why_left_alone: Callable[[Any], str | None] = lambda module: None,
+        *,
+        process_group_of: Callable[[Any], ProcessGroup] | None = None,
+        vocabulary_heads: Sequence[str] = (),
+    ) -> None:
+        self._dims = {**columns, **rows, **segments}
+        classes = {
+            host_class: host_forward_class(
+                host_class, dims, is_column=host_class in columns, is_segment=host_class in segments
+            )
+            for host_class, dims in self._dims.items()
+        }
+        super().__init__(classes, why_left_alone, process_group_of=process_group_of, vocabulary_heads=vocabulary_heads)
+
+    def why_left_alone(self, module: Any) -> str | None:
+        reason = super().why_left_alone(module)
+        is_known = reason is not None or isinstance(module, HostForwardLayer)
+        return reason if is_known else _why_not_of_units(module, self._dims[type(module)])
+
+
+def host_forward_class(
+    host_class: type, dims: UnitDims, base: type = HostForwardLayer, *, is_column: bool = False, is_segment: bool = True
+) -> type:
+    """Return a subclass of ``host_class`` that measures its forward, and whose units lie in its tensors by ``dims``."""
+    of_units = {name: (at, None) if isinstance(at, int) else at for name, at in dims.items() if at is not None}
+    if not of_units:
+        raise ValueError(f"{host_class.__name__}: no tensor is said to hold units: {dict(dims)}")
+    attributes: dict[str, Any] = {
+        "host_class": host_class,
+        "is_column_parallel": is_column,
+        "is_segment": is_segment,
+        "unit_dims": {name: dim for name, (dim, _) in of_units.items()},
+        "unit_parts": {name: parts for name, (_, parts) in of_units.items() if parts is not None},
+    }
+    if "weight" not in dims:
+        attributes["weight"] = property(attrgetter(next(iter(of_units))))
+    return type(f"Moved{host_class.__name__}", (base, host_class), attributes)
+
+
+def _why_not_of_units(module: nn.Module, dims: UnitDims) -> str | None:
+    """Which tensor of a layer cannot be attributed to units by ``dims``; None if all can."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        at, shape = dims.get(name), tuple(tensor.shape)
+        if name not in dims:
+            rule = "say which dimension holds them, or None where all ranks hold the same"
+            return f"{name}, of shape {shape}, is not attributed to units: its adapter must {rule}"
+        if at is not None and is_tensor_of_tensors(tensor):
+            return f"{name} is a {type(tensor).__name__}, which holds its numbers in other tensors that would not move"
+        dim, parts = (at, 1) if isinstance(at, int) else at or (0, 1)
+        if at is not None and (not 0 <= dim < len(shape) or shape[dim] % parts or not shape[dim]):
+            return f"{name}, of shape {shape}, has no dimension {dim} of {parts} equal parts"
+    return None
+
+
 class _OwnLayers:
     """This package's layers, and any other that is a ``BalancedLinear`` from the start."""
 
@@ -173,6 +264,11 @@ _hosts: list[Any] = [
         "deepspeed.module_inject.layers",
         "zeroresize.integrations.deepspeed",
         "DeepSpeed's LinearLayer / LinearAllreduce that AutoTP has split (convert the engine)",
+    ),
+    _OnceImported(
+        "transformers.distributed.tensor_parallel",
+        "zeroresize.integrations.transformers_experts",
+        "routed experts that plans of transformers 5 have split",
     ),
     _OnceImported(
         "torch.distributed.tensor",

@@ -91,7 +91,8 @@ def register_by_name(class_names: Sequence[str], adapter: SegmentAdapter) -> Non
 
 def registered_segments(module: nn.Module) -> Iterator[Segment]:
     """Yield the segments that the registry knows in ``module`` itself."""
-    adapter = _adapters.get(type(module)) or _adapters_by_name.get(_name_of(type(module)))
+    kind = getattr(module, "host_class", type(module))
+    adapter = _adapters.get(kind) or _adapters_by_name.get(_name_of(kind))
     if adapter is not None:
         segments = adapter(module)
         yield from [segments] if isinstance(segments, Segment) else segments

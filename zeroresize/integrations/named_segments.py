@@ -173,7 +173,7 @@ def _parts(layers: Sequence[str], modules: Mapping[str, Any]) -> dict[str, tuple
 
     Each by its name, with whether it holds layers.
     """
-    paths = [outer_name(name, modules).split(".")[:-1] for name in layers]
+    paths = [outer_name(name, modules).split(".")[: None if modules[name].is_segment else -1] for name in layers]
     common = 0
     while all(len(path) > common for path in paths) and len({path[common] for path in paths}) == 1:
         common += 1

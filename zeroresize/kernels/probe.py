@@ -77,6 +77,23 @@ class Probes:
             probe.product_ends()
         return result
 
+    def __bool__(self) -> bool:
+        return bool(self._probes)
+
+    def layer_begins(self, operands: tuple[Any, ...]) -> None:
+        """Note that a forward, or a backward, of a whole layer begins, which counts as one multiplication."""
+        for probe in self._probes:
+            probe.product_begins()
+        for probe in reversed(self._probes):
+            probe.whole_begins(operands)
+
+    def layer_ends(self, operands: tuple[Any, ...]) -> None:
+        """Note that it has ended."""
+        for probe in reversed(self._probes):
+            probe.whole_ends(operands)
+        for probe in reversed(self._probes):
+            probe.product_ends()
+
     def __call__(self, multiply: Callable[..., Tensor], *operands: Any) -> Tensor:
         """Carry out ``multiply(*operands)``, the matrix multiplication in a product: by this call a kernel multiplies.
 

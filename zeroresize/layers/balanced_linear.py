@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, SupportsIndex
 from weakref import WeakSet
 
@@ -100,6 +100,8 @@ class BalancedLinear:
         segment: in which it lies, if its units may change hands; ``zeroresize.convert`` or a balancer finds it. A copy
             of such a layer has none.
         is_column_parallel: whether x is replicated and dx summed over the group, instead of x split and y summed.
+        moves_only: whether its forward is its host's own, so that nothing of it is lent or dropped.
+        is_segment: whether x is replicated and y summed, so that it is a segment by itself.
         process_group: the tensor-parallel group.
         weight: the host's parameter; what this rank multiplies by is :attr:`local_weight`.
         is_captured: whether a forward was captured in a CUDA graph, which reads the weight where it lay then.
@@ -118,6 +120,8 @@ class BalancedLinear:
     """
 
     is_column_parallel: ClassVar[bool]
+    moves_only: ClassVar[bool] = False
+    is_segment: ClassVar[bool] = False
     weight_is_transposed: ClassVar[bool] = False
     has_dtensors: ClassVar[bool] = False
     family: WeakSet[BalancedLinear] | None = None
@@ -173,6 +177,12 @@ class BalancedLinear:
     def divided_dim(self) -> int:
         """The dimension of :attr:`local_weight` that the ranks have divided."""
         return 0 if self.is_column_parallel else 1
+
+    @property
+    def unit_dims(self) -> Mapping[str, int]:
+        """Which dimension of each of its tensors the ranks have divided; of others all ranks hold the same."""
+        of_weight = {"weight": self.divided_dim ^ self.weight_is_transposed}
+        return of_weight | {"bias": 0} if self.is_column_parallel else of_weight
 
     @property
     def home(self) -> tuple[int, ...]:
@@ -425,6 +435,11 @@ class BalancedLinear:
             )
         if not self.training:
             return None
+        self._count(x)
+        return self.plan
+
+    def _count(self, x: Tensor) -> None:
+        """Count a training forward on x, and tell who watches."""
         if self.watch_start is not None:
             self.watch_start(x)
         self.num_tokens += math.prod(x.shape[:-1])
@@ -435,4 +450,3 @@ class BalancedLinear:
         self.compute_dtype = x.dtype
         if self.watch_input is not None:
             self.watch_input(x)
-        return self.plan

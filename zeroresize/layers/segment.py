@@ -24,7 +24,8 @@ class Segment:
     """Describes, for ``convert``, a segment that it cannot find by itself.
 
     Attributes:
-        column: the column-parallel layers that read one replicated x, as names in the model or as modules.
+        column: the column-parallel layers that read one replicated x, as names in the model or as modules. Empty where
+            the layer of ``row`` is a whole segment (:class:`~zeroresize.integrations.HostForwardClasses`).
         row: the row-parallel layer whose y is summed.
         shared: column-parallel layers of the same x whose rows ``group_size`` neighbouring units share, as queries'
             heads share those of k and v: every rank that owns one of them holds these rows. While a group is apart such
@@ -210,6 +211,8 @@ class OwnedSegment:
         home, ranks = self.owned.at_home, range(self.owned.num_ranks)
 
         def is_cut(where: UnitTensor) -> bool:
+            if where.owner.moves_only:
+                return False
             wanted = [len(where.held(home, rank)) * sum(where.rows) for rank in ranks]
             return wanted != [where.owner.home_shape_on(rank)[where.owner.divided_dim] for rank in ranks]
 

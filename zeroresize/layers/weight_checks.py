@@ -94,5 +94,6 @@ def _of(layer: Any) -> Iterable[tuple[Tensor, bool]]:
     for name, parameter in layer.named_parameters():  # "parametrizations.bias.original" where it is parametrized
         # The norm of a DTensor is that of all ranks.
         is_shard = layer.is_column_parallel or "bias" not in name.split(".")
+        is_shard = name in layer.unit_dims if layer.moves_only else is_shard
         yield parameter, is_shard and not layer.has_dtensors
     yield from ((getattr(owner, name), True) for owner, name, *_ in layer.extra)

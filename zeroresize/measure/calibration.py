@@ -115,8 +115,12 @@ def measure_resizing_cost(
     pruned, gemm_s, gather_fill_s = [0.0] * NUM_POINTS, [0.0] * NUM_POINTS, [0.0] * NUM_POINTS
     for shape, count in counts.items():
         plans = [_spread_plan(ratio, shape, config) for ratio in spread_ratios(config.max_ratio)]
-        cases = [(shape, plan) for plan in plans]
+        moves_only = examples[shape].moves_only
+        cases = [(shape, plan) for plan in plans[: 1 if moves_only else None]]
         measured = time_in_turn(examples[shape], cases, budget_s / len(counts), fewest_tokens=FIRST_TOKENS // 2)
+        if moves_only:  # in proportion, as no product of ours takes as long as its host's do
+            kept = [1.0 - (plan.pruned_share if plan else 0.0) for plan in plans]
+            measured = [[(share * all_s, share * all_s) for all_s, _ in measured[0]] for share in kept]
         for point, (plan, rounds) in enumerate(zip(plans, measured, strict=True)):
             pruned[point] += count * shape.work * (plan.pruned_share if plan else 0.0)
             # The fastest round counts, as noise only adds time.

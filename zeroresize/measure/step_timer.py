@@ -77,7 +77,7 @@ class _Step:
     def _count(self, kind: str, layer: str | None, elapsed_s: float) -> None:
         self.seconds[kind] += elapsed_s
         if layer is not None:
-            self.layers[layer] += elapsed_s
+            self.layers[layer] += -elapsed_s if kind.startswith("waits") else elapsed_s
 
 
 class StepTimer(ProductProbe):
@@ -153,8 +153,10 @@ class StepTimer(ProductProbe):
         """Whether the model has not begun to compute since the step began, or since its last backward ended."""
         return self._step is None or self._step.outside_begin is not None
 
-    def product_begins(self) -> None:
+    def product_begins(self, layer: str | None = None) -> None:
+        """Begin a product, that of the layer that ``layer`` names."""
         self.work_begins()
+        self._begun.layer = layer
         self._begin("products")
 
     def product_ends(self, layer: str | None = None) -> None:
@@ -172,8 +174,9 @@ class StepTimer(ProductProbe):
 
     def wait_ends(self) -> None:
         if self._step is not None:
-            is_in_product = getattr(self._begun, "products", None) is not None
-            self._end("waits", "waits in products" if is_in_product else self._step.kind_of_waits)
+            around = [what for what in ("gemms", "products") if getattr(self._begun, what, None) is not None]
+            kind = f"waits in {around[0]}" if around else self._step.kind_of_waits
+            self._end("waits", kind, self._begun.layer if around else None)
 
     def backward_ends(self) -> None:
         # Where none of these layers has computed since, it is the backward of another model.
@@ -220,12 +223,14 @@ class StepTimer(ProductProbe):
         self._clock.recycle(step.begin, step.end)
         waits_s = sum(elapsed_s for kind, elapsed_s in seconds.items() if kind.startswith("waits"))
         outside_wait_s = sum(seconds[f"waits {number}"] for number in range(step.num_outside))
-        products_s = max(seconds["products"] - seconds["waits in products"], 0.0)  # as of whole modules of other hosts
+        gemms_s = max(seconds["gemms"] - seconds["waits in gemms"], 0.0)  # as of whole layers of hosts
+        products_s = seconds["products"] - seconds["waits in products"] - seconds["waits in gemms"]
+        products_s = max(products_s, gemms_s)
         busy_s = max(wall_s - waits_s, products_s)
         return StepTimes(
             busy_s=busy_s,
-            gemm_s=seconds["gemms"],
-            gather_fill_s=max(products_s - seconds["gemms"], 0.0),
+            gemm_s=gemms_s,
+            gather_fill_s=products_s - gemms_s,
             shares=step.shares,
             is_forced=step.is_forced,
             wait_s=max(wall_s - busy_s, 0.0),
@@ -244,7 +249,7 @@ class LayerTimer(ProductProbe):
         self.timer, self._layer = timer, layer
 
     def product_begins(self) -> None:
-        self.timer.product_begins()
+        self.timer.product_begins(self._layer)
 
     def product_ends(self) -> None:
         self.timer.product_ends(self._layer)

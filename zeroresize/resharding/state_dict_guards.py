@@ -135,10 +135,8 @@ def _whole(tensor: Any, layer: Any, key: str) -> Any:
     """What all ranks hold together at home of a tensor, by that name in its layer; collective."""
     if is_dtensor(tensor):
         return tensor.full_tensor()
-    if not isinstance(layer, BalancedLinear) or not (key == "weight" or layer.is_column_parallel):
-        return tensor
-    dim = layer.divided_dim ^ layer.weight_is_transposed if key == "weight" else 0
-    return whole_of_ranks(tensor, dim, layer)
+    is_divided = isinstance(layer, BalancedLinear) and key in layer.unit_dims
+    return whole_of_ranks(tensor, layer.unit_dims[key], layer) if is_divided else tensor
 
 
 def _gathers_dtensors(save: Any) -> bool:
@@ -158,8 +156,8 @@ def _first_shard_in(state: Mapping[str, Any], model: nn.Module) -> str | None:
         if isinstance(module, BalancedLinear):
             of_units = module.divided_dim
             sizes = module.whole_size, (module.home_shape[of_units], module.local_weight.shape[of_units])
-            dims = {"weight": of_units ^ module.weight_is_transposed} | ({} if of_units else {"bias": 0})
-            divided.update({full_names[key]: (dim, *sizes) for key, dim in dims.items() if key in full_names})
+            dims = {key: dim for key, dim in module.unit_dims.items() if key in full_names}
+            divided.update({full_names[key]: (dim, *sizes) for key, dim in dims.items()})
     for name, tensor in state.items():
         shape, parts = getattr(tensor, "shape", ()), name.split(".")
         # A wrapper's state has longer names, such as "module.…" and "_orig_mod.…".

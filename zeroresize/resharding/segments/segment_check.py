@@ -168,7 +168,9 @@ class _Check:
 
     def run(self) -> list[SegmentCheck]:
         """Check every segment."""
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
+        of_units = {id(where.parameter) for segment in self._segments for where in segment.tensors}
+        kept = (buffer for buffer in self._model.buffers() if id(buffer) not in of_units)
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in kept]
         homes = [(segment, segment.owned, segment.shares) for segment in self._segments]
         divisible = [segment for segment in self._segments if segment.owned.slices > 1]
         modes = {layer: layer.training for segment in divisible for layer in segment.modules}
