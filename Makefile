@@ -73,7 +73,7 @@ test-all: setup  ## run all tests, also further cases of those that run otherwis
 
 test-hosts: $(HOSTS_STAMP)  ## run the tests of trainers and of transformers 5, in .venv-hosts
 	@echo "Running the tests of hosts"
-	@HF_HUB_OFFLINE=1 $(call pytest,$(HOSTS_VENV)) -m "hosts or transformers" tests/integrations tests/checks $(PYTEST_ARGS)
+	@HF_HUB_OFFLINE=1 $(call pytest,$(HOSTS_VENV)) -m "hosts or transformers" tests/integrations tests/checks tests/scripts/test_bench_hosts.py $(PYTEST_ARGS)
 
 $(HOSTS_STAMP): requirements/torch.txt requirements/hosts.txt $(PACKAGE)
 	$(call make_environment,$(HOSTS_VENV),-r requirements/torch.txt,-r requirements/hosts.txt)

@@ -25,12 +25,12 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 49_970,
+    "package lines": 49_986,
     "package files": 283,
-    "package code lines": 32_435,
-    "tests lines": 48_753,
-    "examples lines": 13_032,
-    "docs lines": 4_941,
+    "package code lines": 32_447,
+    "tests lines": 49_124,
+    "examples lines": 13_319,
+    "docs lines": 4_984,
     "tuning constants": 149,
 }
 

@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 
 import zeroresize as zr
-from scripts.bench.balanced_copies import Copy, shortest_step_s
+from scripts.bench.balanced_copies import Copy
+from scripts.bench.bounds import shortest_step_s
 from scripts.bench.common import in_turns, interval_of_ratio, parser_of, pin_to_core, save, show
 from vit_examples.config import ModelConfig, RunConfig, TrainingConfig
 from vit_examples.contention import Contention

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import transformers
 
 import zeroresize as zr
-from scripts.bench.balanced_copies import shortest_by_heads_s, shortest_step_s
+from scripts.bench.bounds import shortest_by_heads_s, shortest_step_s
 from scripts.bench.common import (
     in_turns,
     interval_of_ratio,
@@ -43,9 +43,10 @@ from zeroresize.plan.ownership import SegmentWork
 from zeroresize.utils.torch_state import synchronize
 
 UNITS = ("alone", "groups", "heads", "parts")
+WORDS = 256
 
 
-def llama(options: Any, device: torch.device) -> Any:
+def llama(options: Any, device: torch.device, kind: Any = transformers.LlamaModel) -> Any:
     """An undivided LLaMA of transformers, alike on all ranks."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -54,9 +55,9 @@ def llama(options: Any, device: torch.device) -> Any:
         num_hidden_layers=options.depth,
         num_attention_heads=options.heads,
         num_key_value_heads=options.kv_heads,
-        vocab_size=256,
+        vocab_size=WORDS,
     )
-    return transformers.LlamaModel(config).to(device)
+    return kind(config).to(device)
 
 
 def divide(model: torch.nn.Module) -> None:
@@ -83,7 +84,7 @@ class Copy:
         balance = zr.BalanceConfig(mode=mode, update_every=options.update_every)
         self.balancer = zr.Balancer(self.model, self.optimizer, balance) if units != "alone" else None
         self.slowness = SlowLayers(list(layers.values()), "gemm", HostDelay(work_clock=time.thread_time))
-        words = torch.randint(256, (options.batch, options.tokens), generator=torch.Generator().manual_seed(1))
+        words = torch.randint(WORDS, (options.batch, options.tokens), generator=torch.Generator().manual_seed(1))
         self.words = words.to(device)
         self.slowness.chi, self.update_s = options.everyone, list[float]()
         if max(options.chi) * options.everyone > 1.0:

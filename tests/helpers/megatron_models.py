@@ -153,15 +153,15 @@ def loss_of(model, step):
     return F.cross_entropy(model(words, positions, mask).flatten(0, 1), labels.flatten())
 
 
-def whole_of(model, group):
-    """What the undivided model holds, by name; units are at home."""
+def whole_of(model, group, held=torch.Tensor.detach):
+    """What the undivided model holds, by name: its weights, or what else is held of each; units are at home."""
     whole = {}
     for name, parameter in model.named_parameters():
         name = name.removeprefix("module.").removeprefix("module.")
-        whole[name] = parameter.detach().clone()
+        whole[name] = held(parameter).clone()
         if getattr(parameter, "tensor_model_parallel", False) and dist.get_world_size(group) > 1:
             parts = [torch.empty_like(parameter) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(parts, parameter.detach().contiguous(), group=group)
+            dist.all_gather(parts, held(parameter).contiguous(), group=group)
             cut = [part.chunk(parameter.partition_stride, parameter.partition_dim) for part in parts]
             strides = range(parameter.partition_stride)
             whole[name] = torch.cat([of_rank[number] for number in strides for of_rank in cut], parameter.partition_dim)

@@ -40,7 +40,19 @@ _GOING_ON = (
 )
 
 
-class BalancedLinearLayer(BalancedLinear, LinearLayer):
+class _GatheredAtHome:
+    """What DeepSpeed gathers by its own division: no weight of units that are away."""
+
+    def gather_params(self: Any, params_list: list[Tensor]) -> None:
+        if self.segment is not None and not self.segment.owned.is_home:
+            raise RuntimeError(
+                f"DeepSpeed gathers {self.name_in_model}, whose units are away: have them at home, "
+                "`with balancer.at_home(): ...` on every rank of the group"
+            )
+        super().gather_params(params_list)  # type: ignore[misc]
+
+
+class BalancedLinearLayer(_GatheredAtHome, BalancedLinear, LinearLayer):
     """``LinearLayer`` (q, k, v; gate, up) by ``self.plan``: x [..., K] → y [..., N of this rank]."""
 
     is_column_parallel = True
@@ -49,7 +61,7 @@ class BalancedLinearLayer(BalancedLinear, LinearLayer):
         return self.column_products(input, self.bias)
 
 
-class BalancedLinearAllreduce(BalancedLinear, LinearAllreduce):
+class BalancedLinearAllreduce(_GatheredAtHome, BalancedLinear, LinearAllreduce):
     """``LinearAllreduce`` (attention output; down) by ``self.plan``: x [..., K of this rank] → y [..., N]."""
 
     is_column_parallel = False
@@ -97,7 +109,11 @@ def swap_layer(module: Any) -> Any:
     if len(set(sizes)) > 1 and not isinstance(module, BalancedLinear):
         unit = math.gcd(*sizes)
         module.parts, module.division = (sum(sizes),), tuple(size // unit for size in sizes)
-    return _adapter.swap_layer(module)
+    module = _adapter.swap_layer(module)
+    for weight in module.parameters(recurse=False):
+        if hasattr(weight, "gather_params"):  # which is the method of before
+            weight.gather_params = module.gather_params
+    return module
 
 
 class ReducerOfDdp:

@@ -205,7 +205,7 @@ class ShardedByMegatron:
             shard.data.copy_(stepped.detach().flatten()[part])
             for key, value in state.items():
                 here = value.flatten()[part].to(shard.device) if key in self._keys else value
-                self._inner.state[shard][key] = here.clone()
+                self._inner.state[shard][key] = here.clone() if isinstance(here, Tensor) else here
 
     @property
     def _keys(self) -> tuple[str, ...]:
