@@ -25,10 +25,10 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 49_986,
+    "package lines": 50_039,
     "package files": 283,
-    "package code lines": 32_447,
-    "tests lines": 49_124,
+    "package code lines": 32_487,
+    "tests lines": 49_234,
     "examples lines": 13_319,
     "docs lines": 4_984,
     "tuning constants": 149,

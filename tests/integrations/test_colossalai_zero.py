@@ -245,9 +245,14 @@ def test_gemini_is_refused_by_name(rank, group):
     dist.barrier()
 
 
-@on_ranks(4)
-def test_weights_that_are_gathered_during_a_forward_are_refused_by_name(rank, group):
-    run = boosted(group, llama(), stage=1, overlap_allgather=True)
+@on_ranks(4, [(False,), (True,)])
+def test_weights_that_are_gathered_during_a_forward_are_refused_by_name(rank, group, from_the_start):
+    from colossalai.shardformer.policies.llama import LlamaForCausalLMPolicy
+
+    from zeroresize.integrations.colossalai import balanced_policy
+
+    policy = {"custom_policy": balanced_policy(LlamaForCausalLMPolicy)()} if from_the_start else {}
+    run = boosted(group, llama(), stage=1, overlap_allgather=True, **policy)
     with pytest.raises(ValueError, match=r"its weight is a ColoParameter, as .* overlap_allgather=True"):
         balanced(run)
     dist.barrier()

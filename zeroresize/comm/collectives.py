@@ -225,19 +225,20 @@ def all_gather_into(whole: Tensor, tensor: Tensor, process_group: ProcessGroup) 
 
 
 def whole_of_parts(
-    part: Tensor | None, place: slice, weight: Tensor, process_group: ProcessGroup, dtype: torch.dtype = torch.float32
+    part: Tensor | None, place: slice, weight: Tensor, process_group: ProcessGroup, scratch: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Return the whole, of a weight's shape and on the CPU, of which this rank has ``part``, elsewhere; collective.
 
     Args:
         part, place: some elements, and which of the flattened weight's they are; None for none.
+        scratch: bytes on the weight's device to do so in: no memory is taken before all ranks have met.
     """
-    whole = torch.zeros(weight.numel(), dtype=dtype, device=weight.device)
+    whole = scratch[: weight.numel() * dtype.itemsize].view(dtype).zero_()
     if part is not None:
         whole[place] = part
     if len(whole):
         all_reduce(whole.view(torch.uint8), process_group)  # by bytes, so that zeros keep their signs
-    return whole.view_as(weight).cpu()
+    return whole.view_as(weight).to("cpu", copy=True)
 
 
 def gather_bytes(packed: bytes, process_group: ProcessGroup) -> list[bytes]:

@@ -22,7 +22,6 @@ from colossalai.shardformer.layer import (
 )
 from colossalai.shardformer.layer._operation import split_forward_gather_backward
 from colossalai.shardformer.layer.qkv_fused_linear import split_forward_gather_backward_fused_qkv
-from colossalai.tensor.colo_parameter import ColoParameter
 from colossalai.tensor.d_tensor import is_distributed_tensor
 from colossalai.tensor.d_tensor.api import init_as_dtensor, is_customized_distributed_tensor
 from torch import Tensor, nn
@@ -179,11 +178,6 @@ _BALANCED_CLASSES: dict[type, type] = {
 
 
 def _why_left_alone(module: Any) -> str | None:
-    if isinstance(module.weight, ColoParameter):
-        return (
-            "its weight is a ColoParameter, as GeminiPlugin (in chunks), overlap_allgather=True and use_fp8=True make "
-            "it: it is filled, or cast, only for operations of torch"
-        )
     if module.seq_parallel_mode == "ring":
         return "seq_parallel_mode='ring' multiplies a slice of the sequence while the next one travels"
     if module.fp8_communication:

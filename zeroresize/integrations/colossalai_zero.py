@@ -9,7 +9,7 @@ import torch
 from colossalai.booster.plugin.hybrid_parallel_plugin import HybridParallelZeroOptimizer
 from torch import Tensor
 
-from zeroresize.comm.collectives import all_gather, group_rank, group_size
+from zeroresize.comm.collectives import group_rank, group_size, whole_of_parts
 
 
 class ShardedByColossalai:
@@ -33,6 +33,11 @@ class ShardedByColossalai:
         if self.averages_over is None:
             kind = type(self._optimizer).__name__
             return f"a {kind} is not known beside tensor parallelism: HybridParallelPlugin(zero_stage=1), or 2, is"
+        if self._optimizer._overlap_allgather:
+            return "overlap_allgather=True fills weights during the next forward"
+        padding, num_shards = self._optimizer.get_param_padding_size, group_size(self.averages_over)
+        if any(each.numel() + padding(each) != len(self._held(each)[0]) * num_shards for each in self.weights):
+            return "it was made before units were divided: pass optimizer= to convert"
         return None
 
     def bytes_of(self, weight: Tensor) -> int:
@@ -52,14 +57,14 @@ class ShardedByColossalai:
             kinds.append([dtypes, str(numbers), gradient is None])
         return kinds
 
-    def gather(self, weight: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    def gather(self, weight: Tensor, scratch: Tensor) -> tuple[Tensor, dict[str, Any]]:
         shard, state, gradient = self._held(weight)
-        stepped = self._whole(weight, shard)
+        stepped = self._whole(weight, shard, scratch)
         keys = _keys_of(state, shard)
         self._keys |= keys
-        state |= {key: self._whole(weight, state[key]) for key in sorted(keys)}
+        state |= {key: self._whole(weight, state[key], scratch) for key in sorted(keys)}
         if gradient is not None:
-            stepped.grad = self._whole(weight, gradient).to(stepped.dtype)
+            stepped.grad = self._whole(weight, gradient, scratch).to(stepped.dtype)
         return stepped, state
 
     def rebuild(self) -> None:
@@ -90,10 +95,11 @@ class ShardedByColossalai:
         gradient = self._optimizer.get_working_grad_by_param_id(id(weight))
         return shard, dict(self._inner.state.get(shard, {})), gradient
 
-    def _whole(self, weight: Tensor, shard: Tensor) -> Tensor:
+    def _whole(self, weight: Tensor, shard: Tensor, scratch: Tensor) -> Tensor:
         """All replicas' shards as a tensor of the weight's shape, on the CPU; collective."""
-        shards = all_gather(shard.to(weight.device).contiguous(), self.averages_over)
-        return torch.cat(shards)[: weight.numel()].view_as(weight).cpu()
+        begin = len(shard) * group_rank(self.averages_over)
+        held, place = shard[: max(weight.numel() - begin, 0)], slice(begin, begin + len(shard))
+        return whole_of_parts(held, place, weight, self.averages_over, scratch, shard.dtype)
 
     def _shards(self, weight: Tensor, whole: Tensor) -> Sequence[Tensor]:
         """What each replica has of a tensor of the weight's shape."""

@@ -183,7 +183,7 @@ class ShardedByDeepSpeed:
         ]
         return [str(kinds), len(self.weights)]
 
-    def gather(self, weight: Any) -> tuple[Tensor, dict[str, Any]]:
+    def gather(self, weight: Any, scratch: Tensor) -> tuple[Tensor, dict[str, Any]]:
         part, place = self._part_of(weight), weight._hp_mapping
         of_part = {_MASTER: part.detach(), **self._states[part]}
         for key in (_MASTER, *self._keys_of(part)):
@@ -192,7 +192,7 @@ class ShardedByDeepSpeed:
                 of_weight = place.lp_fragment_address
                 at = slice(of_weight.start, of_weight.start + of_weight.numel)
                 held = _at(vector, place.hp_fragment_address)
-            of_part[key] = whole_of_parts(held, at, weight, weight._dp_group, vector.dtype)
+            of_part[key] = whole_of_parts(held, at, weight, weight._dp_group, scratch, vector.dtype)
         return of_part.pop(_MASTER), of_part
 
     def rebuild(self) -> None:

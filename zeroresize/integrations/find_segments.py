@@ -266,7 +266,7 @@ class _Search:
             modules=tuple(self._layers[name] for name in names),
             dropouts=tuple(segment.dropouts),
             has_other_dropout=segment.has_other_dropout,
-            replicated=tuple(segment.replicated),
+            replicated=tuple(self._place_of(each) for each in segment.replicated),
         )
         cut = next((where.owner for where in held.cut if _stays_cut(where, slices)), None)
         if cut is not None:
@@ -335,6 +335,13 @@ class _Search:
                 f" each of the rank's {units_here} units"
             )
         return UnitTensor(owner, attribute, name, dim, (shape[dim] // units_here,))
+
+    def _place_of(self, parameter: nn.Parameter) -> tuple[nn.Module, str, str]:
+        """The module that holds a parameter, by which name, and that in the model: it may be replaced later."""
+        name = next((name for name, each in self._model.named_parameters() if each is parameter), None)
+        if name is None:
+            raise StaysEven(f"replicated: the model has no such parameter, of shape {tuple(parameter.shape)}")
+        return self._modules[name.rpartition(".")[0]], name.rpartition(".")[2], name
 
     def _require_movable(self, name: str) -> None:
         layer: Any = self._layers[name]

@@ -174,14 +174,15 @@ class ShardedByMegatron:
             raise ValueError(f"a DistributedOptimizer keeps other state of some weights than of others: {kinds}")
         return [*kinds, len(self.weights)]
 
-    def gather(self, weight: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    def gather(self, weight: Tensor, scratch: Tensor) -> tuple[Tensor, dict[str, Any]]:
         if weight is self.weights[0]:
             self._learn_of_groups()
         part, shard = self._part_of(weight)
         wholes = {key: value for key, value in self._kept.items() if key not in self._keys}
         for key in self._whole_keys(weight):
             held = None if shard is None else shard.detach() if key == _MASTER else self._inner.state[shard][key]
-            wholes[key] = whole_of_parts(held, part, weight, self._optimizer.data_parallel_group)
+            group = self._optimizer.data_parallel_group
+            wholes[key] = whole_of_parts(held, part, weight, group, scratch, torch.float32)
         return wholes.pop(_MASTER, weight), wholes
 
     def rebuild(self) -> None:

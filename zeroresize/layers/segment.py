@@ -149,7 +149,8 @@ class OwnedSegment:
         tensors: what changes hands, in an order that is the same on every rank.
         copy_costs: what rows on several ranks must bring: more than sums of their gradients were measured to cost.
         quantum, min_units: as of :class:`~zeroresize.plan.ownership.SegmentWork`.
-        on_change, dropouts, has_other_dropout, why_even, replicated: as of :class:`Segment`.
+        on_change, dropouts, has_other_dropout, why_even: as of :class:`Segment`.
+        replicated: where its parameters are, as (module, attribute, name in the model).
         owned: who owns which units now.
         shares: of the ranks, by which they were divided.
         has_given_shares: whether the user has said how to divide them at first, by ``convert`` or by a configuration
@@ -174,7 +175,7 @@ class OwnedSegment:
     modules: tuple[Any, ...] = field(default=(), repr=False)
     dropouts: tuple[tuple[nn.Module, int], ...] = field(default=(), repr=False)
     has_other_dropout: bool = False
-    replicated: tuple[nn.Parameter, ...] = field(default=(), repr=False)
+    replicated: tuple[tuple[nn.Module, str, str], ...] = field(default=(), repr=False)
     shares: tuple[float, ...] = ()
     has_given_shares: bool = False
     stays_even: str | None = None

@@ -28,6 +28,11 @@ def why_no_whole_weight(layer: Any) -> str | None:
             "its weight is no parameter: something makes it anew in every forward, as parametrizations, weight_norm "
             "and pruning do, or holds it elsewhere, as FullyShardedDataParallel does"
         )
+    if type(weight).__name__ == "ColoParameter":
+        return (
+            "its weight is a ColoParameter, as Colossal-AI's GeminiPlugin (in chunks), overlap_allgather=True and "
+            "use_fp8=True make it: it is filled, or cast, only for operations of torch"
+        )
     if hasattr(weight, "ds_id"):
         return "DeepSpeed's ZeRO-3 shards its weight, of which a rank holds nothing between forwards: use a lower stage"
     if is_flat_parameter(weight) and weight.dim() != 2:

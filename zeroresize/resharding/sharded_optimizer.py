@@ -53,12 +53,16 @@ class ShardedOptimizer(Protocol):
             ValueError: for what cannot be gathered.
         """
 
-    def gather(self, weight: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    def gather(self, weight: Tensor, scratch: Tensor) -> tuple[Tensor, dict[str, Any]]:
         """Return what is stepped for a weight, and its state by key; collective over replicas, for each in its order.
 
         The first is the weight itself, up to date on all replicas, or a master copy of its shape. State of its shape is
         whole; anything else is of the whole weight, such as the number of steps. There is none before the first step.
         Nothing changes but weights that were not up to date; what is returned may lie on the CPU.
+
+        Args:
+            scratch: bytes on the device of the largest weight's size in float32, or its dtype, to gather in: a rank
+                that ran out of memory between collectives would leave others waiting.
         """
 
     def rebuild(self) -> None:
@@ -89,9 +93,9 @@ class WholeOptimizer(torch.optim.Optimizer):
     It does not step.
     """
 
-    def __init__(self, sharded: ShardedOptimizer) -> None:
+    def __init__(self, sharded: ShardedOptimizer, scratch: Tensor) -> None:
         self._sharded, self._masters = sharded, dict[int, Tensor]()
-        gathered = {weight: sharded.gather(weight) for weight in sharded.weights}
+        gathered = {weight: sharded.gather(weight, scratch) for weight in sharded.weights}
         super().__init__([stepped for stepped, _ in gathered.values()], {})
         for weight, (stepped, state) in gathered.items():
             self._masters[id(weight)] = stepped
@@ -125,7 +129,10 @@ def gathered(sharded: ShardedOptimizer, meet: Meet) -> WholeOptimizer:
     _, table = agreed(meet, describe, lambda number: (number, 0.0), what="what the optimizer keeps", moves=True)
     require_same([number for number, *_ in table], "what the optimizer keeps", meet, moves=True)
     needed = [sharded.bytes_of(weight) for weight in sharded.weights]
-    largest = max((weight.numel() * torch.float32.itemsize for weight in sharded.weights), default=0)
-    for device, num_bytes in (torch.device("cpu"), sum(needed)), (sharded.weights[0].device, largest):
-        allocate_together(num_bytes, device, lambda: None, meet, "the whole state of the optimizer")
-    return agreed(meet, lambda: WholeOptimizer(sharded), what="the whole state of the optimizer", moves=True)[0]
+    largest, device = max(each.numel() * max(each.itemsize, 4) for each in sharded.weights), sharded.weights[0].device
+    scratch, what = list[Tensor](), "the whole state of the optimizer"
+    allocate_together(sum(needed), torch.device("cpu"), lambda: None, meet, what)
+    allocate_together(
+        largest, device, lambda: scratch.append(torch.empty(largest, dtype=torch.uint8, device=device)), meet, what
+    )
+    return agreed(meet, lambda: WholeOptimizer(sharded, *scratch), what=what, moves=True)[0]

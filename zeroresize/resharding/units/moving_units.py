@@ -26,7 +26,7 @@ from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer
 from zeroresize.plan.layout import Layout
 from zeroresize.plan.ownership import OwnershipMap
 from zeroresize.plan.transfers import transfers
-from zeroresize.resharding.agreement import meet_over
+from zeroresize.resharding.agreement import CannotMoveError, agreed, meet_over
 from zeroresize.resharding.data_parallel import Reducer, reducers_of, require_rebuildable
 from zeroresize.resharding.fully_sharded import FullySharded, fully_sharded_in
 from zeroresize.resharding.parameter_state import (
@@ -108,11 +108,43 @@ def move_units(
         optimizer = gathered(in_parts, meet)
     if sharded is None:
         sharded = {} if model is None else fully_sharded_in(model, reshard=True)
+    leaving = [segment for segment in segments if not targets.get(segment.name, segment.owned).is_home]
+    _require_same_replicated(leaving, optimizer, group_size(process_group), meet)
     move = run_transaction(
         lambda: UnitMove(segments, targets, process_group, optimizer, reducers, max_bytes, device, sharded),
         Participants(process_group, device, meet),
     )
     return UnitMoveReport(num_units=move.num_units, **move.figures(begin))
+
+
+def _require_same_replicated(
+    segments: Sequence[OwnedSegment], optimizer: object | None, num_ranks: int, meet: Meet
+) -> None:
+    """Let units stay where ranks hold different parameters that serve all of them, or step them by other state."""
+    places = {name: (owner, attribute) for segment in segments for owner, attribute, name in segment.replicated}
+    if not places:
+        return
+
+    def prints() -> list[float]:
+        held = {name: getattr(owner, attribute) for name, (owner, attribute) in places.items()}
+        stepped = {} if optimizer is None else stepped_tensors(optimizer, held)
+        states = {} if optimizer is None else torch_optimizer(optimizer).state
+        kept = {name: states.get(stepped[name], {}).items() if name in stepped else () for name in held}
+        numbers = []
+        for name, parameter in held.items():
+            state = [value for _, value in sorted(kept[name]) if isinstance(value, Tensor)]
+            tensors = (parameter, stepped.get(name, parameter), *state)
+            numbers.append(fingerprint(json.dumps([fingerprint_of_bits(local_of(each)) for each in tensors])))
+        return numbers
+
+    _, table = agreed(meet, prints, list, what="parameters that serve all units", moves=True)
+    for name, of_ranks in zip(places, zip(*table, strict=True), strict=True):
+        for begin in range(0, len(of_ranks), num_ranks):  # replicas may hold shards of it
+            if len(set(of_ranks[begin : begin + num_ranks])) > 1:
+                raise CannotMoveError(
+                    f"nothing has changed: {name}, which serves all units, is not the same on all ranks, as if nothing "
+                    "summed its gradients over them"
+                )
 
 
 def bytes_of_units(
@@ -384,7 +416,7 @@ class UnitMove(Transaction):
         num_units: of every kind that moves, how many change owners in the whole group.
     """
 
-    plan_name = "the segments, their owners, the targets that they were given, or parameters that serve all units"
+    plan_name = "the segments, their owners or the targets that they were given"
     memory_name = "new tensors of units that move"
     title = "a move of units"
 
@@ -429,8 +461,7 @@ class UnitMove(Transaction):
             self._parameters += moving
             num_units = before.in_wholes(int(np.count_nonzero(before.owners != after.owners)))
             self.num_units[segment.kind] = self.num_units.get(segment.kind, 0) + num_units
-            serving = [] if after.is_home else [fingerprint_of_bits(each) for each in segment.replicated]
-            plans.append([segment.name, *(owners.hex() for owners in key), [each.plan for each in moving], serving])
+            plans.append([segment.name, *(owners.hex() for owners in key), [each.plan for each in moving]])
         _require_disjoint(moving.contents for moving in self._parameters)
         self.plan = fingerprint(json.dumps([max_bytes, plans]))
 
