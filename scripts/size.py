@@ -25,12 +25,12 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 50_039,
+    "package lines": 50_087,
     "package files": 283,
-    "package code lines": 32_487,
-    "tests lines": 49_234,
+    "package code lines": 32_521,
+    "tests lines": 49_343,
     "examples lines": 13_319,
-    "docs lines": 4_984,
+    "docs lines": 5_010,
     "tuning constants": 149,
 }
 

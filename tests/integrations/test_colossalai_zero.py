@@ -238,7 +238,7 @@ def test_gemini_is_refused_by_name(rank, group):
     stand_in_for_a_gpu()
     model, optimizer, _plugin = gemini(group)
     before, begin = [parameter.detach().clone() for parameter in model.parameters()], time.monotonic()
-    with pytest.raises(ValueError, match=r"its weight is a ColoParameter, as GeminiPlugin \(in chunks\)"):
+    with pytest.raises(ValueError, match=r"its weight is a ColoParameter, as Colossal-AI's GeminiPlugin \(in chunks\)"):
         zr.Balancer(model, optimizer, EXACT)
     assert time.monotonic() - begin < 5
     assert all(map(torch.equal, before, model.parameters()))

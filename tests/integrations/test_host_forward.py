@@ -20,6 +20,7 @@ import zeroresize as zr
 from zeroresize.conversion import balanced_layers
 from zeroresize.integrations import HostForwardClasses, hosts, known_modules, register_host, register_segments
 from zeroresize.layers.segments import all_segments
+from zeroresize.resharding.agreement import CannotMoveError
 
 WIDTH, NEURONS = 12, 24
 ROOT = Path(__file__).parents[2]
@@ -305,6 +306,99 @@ def test_a_segment_that_is_named_wrongly_is_found_out(rank, group):
         zr.check_segments(model, torch.randn(2, 3, WIDTH))
     with pytest.raises(ValueError, match="it names no column-parallel layer"):
         zr.convert(divided_model(rank), segments=[zr.Segment([], "2", kind="neurons")])
+
+
+class DroppingMlp(GatedMlp):
+    def forward(self, x):
+        gate, up = (self.entering(x) @ self.gate_up.t()).chunk(2, -1)
+        return self.leaving(F.dropout(F.silu(gate) * up) @ self.down.t())
+
+
+@on_ranks(2)
+def test_what_is_drawn_within_a_layer_leaves_what_is_drawn_behind_it_alike_on_all_ranks(rank, group):
+    register_host(HostForwardClasses(segments={DroppingMlp: GatedMlp.dims}))
+    register_segments(DroppingMlp, segment_of)
+    torch.manual_seed(0)
+    model = nn.Sequential(DroppingMlp().divide(rank), nn.Dropout(), nn.Linear(WIDTH, 4))
+    balancer = zr.Balancer(model, torch.optim.SGD(model.parameters(), lr=0.1), zr.BalanceConfig(start_checks=False))
+    torch.manual_seed(1)
+    for shares in ((1, 1), (3, 1)):
+        balancer.move(shares)
+        model(torch.ones(5, WIDTH)).sum().backward()
+        for here in (model[2].weight.grad, torch.get_rng_state()):
+            both = [torch.empty_like(here) for _ in range(2)]
+            dist.all_gather(both, here)
+            assert torch.equal(*both), shares
+        balancer.step()
+    balancer.close()
+
+
+class Renewing(Column):
+    """Puts another Parameter in place of one of its own in every forward."""
+
+    def forward(self, x):
+        self.amax = nn.Parameter(self.amax + 1, requires_grad=False)
+        return super().forward(x)
+
+
+@on_ranks(2)
+def test_what_a_forward_puts_in_place_of_its_parameters_stays(rank, group):
+    register_host(HostForwardClasses({Renewing: Column.dims}, {Row: Row.dims}))
+    layer = Renewing()
+    del layer.amax
+    layer.amax = nn.Parameter(torch.ones(()), requires_grad=False)
+    model = zr.convert(nn.Sequential(layer.divide(rank), nn.GELU(), Row().divide(rank)))
+    for _ in range(3):
+        model(torch.ones(2, WIDTH))
+    assert model[0].amax.item() == 4
+
+
+@on_ranks(2)
+def test_units_stay_where_ranks_scale_a_weight_by_different_factors(rank, group):
+    model = converted_model(rank)
+    balancer = zr.Balancer(model, torch.optim.AdamW(model.parameters()), zr.BalanceConfig(start_checks=False))
+    model[0].amax += rank
+    with pytest.raises(CannotMoveError, match=r"0\.amax, which serves all units, is not the same on all ranks"):
+        balancer.move((3, 1))
+    model[0].amax -= rank
+    balancer.move((3, 1))
+    balancer.close()
+
+
+@on_ranks(2)
+def test_units_stay_once_a_graph_holds_what_it_does_not_measure(rank, group):
+    model = converted_model(rank)
+    balancer = zr.Balancer(model, torch.optim.AdamW(model.parameters()), zr.BalanceConfig(start_checks=False))
+    balancer.move((3, 1))
+    balancer.move((1, 1))
+    compiled = torch.compile(model, backend="eager")
+    compiled(torch.ones(2, 3, WIDTH).double()).sum().backward()
+    with pytest.raises(CannotMoveError, match=r"computes by its host's own forward, and a compiled graph holds it"):
+        balancer.move((3, 1))
+    balancer.close()
+
+
+class Narrow(GatedMlp):
+    """A rank has as many neurons as each of them multiplies numbers, and an entry for each."""
+
+    dims: ClassVar = {"down": 1, "gate_up": 0}
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up, self.down = nn.Parameter(torch.ones(4 * WIDTH, WIDTH)), nn.Parameter(torch.ones(WIDTH, 4 * WIDTH))
+        del self.interleaved
+        self.steps = torch.rand(2 * WIDTH)
+
+    def forward(self, x):
+        return self.leaving((F.silu(self.entering(x) @ self.gate_up.t()) * self.steps) @ self.down.t())
+
+
+@on_ranks(2)
+def test_what_is_of_a_ranks_units_is_found_whatever_the_sizes_of_the_layer(rank, group):
+    register_host(HostForwardClasses(segments={Narrow: Narrow.dims}))
+    model = nn.Sequential(Narrow().divide(rank))
+    with pytest.raises(ValueError, match=r"steps, of shape \[24\], seems to be of the 24 units"):
+        zr.convert(model, segments=[zr.Segment([], "0", kind="neurons", on_change=lambda units: None)])
 
 
 class SlowColumn(Column):

@@ -1,4 +1,4 @@
-"""A parameter that serves all units keeps them where they are once ranks hold different ones of it, whoever holds it."""
+"""Parameters that serve all units keep them where they are once ranks hold different ones, whoever holds these."""
 
 import pytest
 import torch

@@ -266,7 +266,7 @@ class _Search:
             modules=tuple(self._layers[name] for name in names),
             dropouts=tuple(segment.dropouts),
             has_other_dropout=segment.has_other_dropout,
-            replicated=tuple(self._place_of(each) for each in segment.replicated),
+            replicated=(*map(self._place_of, segment.replicated), *self._buffers_of_all(names)),
         )
         cut = next((where.owner for where in held.cut if _stays_cut(where, slices)), None)
         if cut is not None:
@@ -335,6 +335,13 @@ class _Search:
                 f" each of the rank's {units_here} units"
             )
         return UnitTensor(owner, attribute, name, dim, (shape[dim] // units_here,))
+
+    def _buffers_of_all(self, names: Sequence[str]) -> Iterator[tuple[Any, str, str]]:
+        """Buffers of hosts' own layers that serve all units, as a scale of a whole weight does."""
+        layers: list[tuple[str, Any]] = [(name, self._layers[name]) for name in names]
+        for name, layer in ((name, layer) for name, layer in layers if layer.moves_only):
+            held = (key for key, each in buffers_of(layer).items() if each is not None and key not in layer.unit_dims)
+            yield from ((layer, key, f"{name}.{key}") for key in held)
 
     def _place_of(self, parameter: nn.Parameter) -> tuple[nn.Module, str, str]:
         """The module that holds a parameter, by which name, and that in the model: it may be replaced later."""

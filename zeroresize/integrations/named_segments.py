@@ -100,7 +100,7 @@ def require_sound(
             _require_no_count(module, len(units), num_features)
     head_size = segment.head_size or size_there[0] or segment.unit_size
     of_units = num_features | {len(units), len(units) * segment.unit_size // head_size}
-    of_all = {modules[name].even_shape[modules[name].is_column_parallel] for name in rows}
+    of_all = {size for name in rows for size in modules[name].whole_sizes}
     holder, _ = next(iter(parts.values()))
     for name, (module, holds_layers) in parts.items():
         # In a module of its own it is as likely of the features that all heads have, as a norm or a rotary embedding.

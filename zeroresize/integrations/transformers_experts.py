@@ -51,6 +51,7 @@ class MovedExperts(HostForwardLayer):
         """As of every such layer, of the experts that a token is given to."""
         whole = sum(getattr(self, name).numel() for name in self.unit_dims)
         num_used = getattr(getattr(self, "config", None), "num_experts_per_tok", 1)
+        num_used = num_used if isinstance(num_used, int) else 1  # some have a list, by layer
         return whole * num_used // len(getattr(self, _DOWN)) // group_size(self.process_group)
 
     def is_sharded_further(self, parameter: Tensor) -> bool:

@@ -185,6 +185,11 @@ class BalancedLinear:
         return of_weight | {"bias": 0} if self.is_column_parallel else of_weight
 
     @property
+    def whole_sizes(self) -> set[int]:
+        """The sizes of its tensors that all ranks have."""
+        return {self.even_shape[self.is_column_parallel]}
+
+    @property
     def home(self) -> tuple[int, ...]:
         """How many units each rank has from the host; 1 each where their shares are even."""
         return self.division or (1,) * group_size(self.process_group)
@@ -393,7 +398,7 @@ class BalancedLinear:
         """Tell who watches before anything is sent, and return the loans of this forward."""
         if is_being_captured(x):
             self.is_captured = True
-        elif self.segment is not None and self.segment.may_draw:
+        elif self.segment is not None and self.segment.may_draw and not self.is_segment:
             follow_draws(self.segment, is_column_parallel=self.is_column_parallel, device=x.device)
         loans = self.loans if is_training else None
         sends = loans is not None or not self.is_column_parallel

@@ -62,6 +62,11 @@ class HostForwardLayer(BalancedLinear):
         return scalar.expand(shape if self.is_column_parallel else shape[::-1])
 
     @property
+    def whole_sizes(self) -> set[int]:
+        shapes = ((local_of(getattr(self, name)).shape, dim) for name, dim in self.unit_dims.items())
+        return {size for shape, dim in shapes for at, size in enumerate(shape) if at != dim}
+
+    @property
     def may_lend(self) -> bool:
         """Nothing of it."""
         return False
@@ -74,6 +79,8 @@ class HostForwardLayer(BalancedLinear):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the host's; it is given local parts where parameters are DTensors."""
         x = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
+        if torch.compiler.is_compiling():
+            self.is_compiled = True  # so that its units stay: a graph's layers are not measured
         if x is None or torch.compiler.is_compiling():
             return self._computed(args, kwargs)
         within = self.segment if self.is_segment else None
@@ -119,11 +126,12 @@ class HostForwardLayer(BalancedLinear):
     def _computed(self, args: Any, kwargs: Any) -> Any:
         parameters: dict[str, Any] = parameters_of(self)  # type: ignore[arg-type]
         kept = {name: each for name, each in parameters.items() if each is not None}
-        parameters.update({name: self._given(name, each) for name, each in kept.items()})
+        given = {name: self._given(name, each) for name, each in kept.items()}
+        parameters.update(given)
         try:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
-            parameters.update(kept)
+            parameters.update({name: each for name, each in kept.items() if parameters[name] is given[name]})
 
 
 class _BackwardEnds(torch.autograd.Function):

@@ -98,13 +98,15 @@ def measure_resizing_cost(
     """Measure what pruning costs this rank at ``NUM_POINTS`` ratios from 0 to γ_max, over all layers together.
 
     The products run through the layers' probes, so injected slowness counts as it does in training. A fused kernel
-    counts as one multiplication. Fewer tokens are used where all do not fit the budget. Where nothing can be measured
-    the cost is in proportion to FLOPs.
+    counts as one multiplication. Fewer tokens are used where all do not fit the budget. Where nothing can be measured,
+    or layers compute by their hosts' own forwards, the cost is in proportion to FLOPs.
 
     Args:
         layers: of which those are measured that ran training forwards in the last iteration.
         budget_s: seconds it may take, roughly.
     """
+    if any(layer.moves_only for layer in layers.values()):
+        return ResizingCost.linear(config.max_ratio)
     examples: dict[ProductShape, BalancedLinear] = {}
     counts: Counter[ProductShape] = Counter()
     for layer in layers.values():
@@ -115,12 +117,8 @@ def measure_resizing_cost(
     pruned, gemm_s, gather_fill_s = [0.0] * NUM_POINTS, [0.0] * NUM_POINTS, [0.0] * NUM_POINTS
     for shape, count in counts.items():
         plans = [_spread_plan(ratio, shape, config) for ratio in spread_ratios(config.max_ratio)]
-        moves_only = examples[shape].moves_only
-        cases = [(shape, plan) for plan in plans[: 1 if moves_only else None]]
+        cases = [(shape, plan) for plan in plans]
         measured = time_in_turn(examples[shape], cases, budget_s / len(counts), fewest_tokens=FIRST_TOKENS // 2)
-        if moves_only:  # in proportion, as no product of ours takes as long as its host's do
-            kept = [1.0 - (plan.pruned_share if plan else 0.0) for plan in plans]
-            measured = [[(share * all_s, share * all_s) for all_s, _ in measured[0]] for share in kept]
         for point, (plan, rounds) in enumerate(zip(plans, measured, strict=True)):
             pruned[point] += count * shape.work * (plan.pruned_share if plan else 0.0)
             # The fastest round counts, as noise only adds time.

@@ -227,7 +227,8 @@ class RankMonitor:
         # Of those before as many stay as make three, so that an evaluation is no lateness.
         outsides_s = [*self.state.outsides_s[-_FEWEST_OUTSIDE:], *(step.outside_s for step in possible)]
         self.state.outsides_s = outsides_s[-max(len(possible), _FEWEST_OUTSIDE) :]
-        self.state.estimator.learn([step.inside for step in steps])
+        by_moves = any(layer.moves_only for layer in self._layers.values())
+        self.state.estimator.learn([step.inside for step in steps], by_moves=by_moves)
         usual = self.state.estimator.usual_step
         is_known = bool(steps) and usual is not None and usual.shares == self._shares_in_force
         self.wait_s = usual.wait_s if is_known and usual is not None else math.nan

@@ -183,8 +183,11 @@ def compare_products(
         budget_s: seconds it may take, roughly.
 
     Returns:
-        The ratio; None where there is nothing to compare, or the clock did not advance.
+        The ratio; None where there is nothing to compare, or the clock did not advance; or where layers compute by
+        their hosts' own forwards, of which no product apart from training tells anything.
     """
+    if any(layer.moves_only for layer in layers.values()):
+        return None
     counts: Counter[tuple[ProductShape, ...]] = Counter()
     computed: dict[tuple[ProductShape, ...], float] = {}  # as many, but for what other ranks compute of their rows
     examples: dict[tuple[ProductShape, ...], BalancedLinear] = {}
@@ -200,12 +203,9 @@ def compare_products(
             examples.setdefault(pair, layer)
     even_s = present_s = 0.0
     for pair, count in counts.items():
-        moves_only = examples[pair].moves_only
-        cases = [(shape, None) for shape in pair[: 1 if moves_only else 2] if shape.work > 0]
+        cases = [(shape, None) for shape in pair if shape.work > 0]
         in_turn = time_in_turn(examples[pair], cases, budget_s / len(counts), least_s=_LEAST_SAMPLE_S)
         even, *present = (statistics.median(seconds for seconds, _ in of_case) for of_case in in_turn)
-        if moves_only:  # no product of ours takes as long as its host's do
-            present = [even * pair[1].work / pair[0].work]
         even_s += count * even * examples[pair].even_part
         present_s += computed[pair] * sum(present)
     return present_s / even_s if even_s > 0.0 and present_s > 0.0 else None

@@ -12,6 +12,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -186,12 +187,22 @@ def guard_optimizer(optimizer: Any, are_away: Callable[[], bool]) -> Callable[[]
         if not saving and (ask := alive()) is not None and ask():
             raise RuntimeError(f"{call}: its state is of unevenly divided layers, {remedy}")
 
+    handles = list[Any]()
+
     def ask_before(holder: Any, name: str, call: str) -> None:
-        def guarded(method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        earlier, method = vars(holder).get(name), getattr(holder, name)
+
+        def guarded(*args: Any, **options: Any) -> Any:
             refuse(call, _AT_HOME)
             return method(*args, **options)
 
-        vars(holder)[name] = partial(guarded, getattr(holder, name))
+        def remove() -> None:
+            if vars(holder).get(name) is guarded:
+                del vars(holder)[name]
+                vars(holder).update({} if earlier is None else {name: earlier})
+
+        vars(holder)[name] = guarded
+        handles.append(SimpleNamespace(remove=remove))
 
     for wrapper in with_inner(optimizer):  # Colossal-AI's checkpoints begin by these
         if hasattr(wrapper, "get_master_to_working_map"):
@@ -200,7 +211,7 @@ def guard_optimizer(optimizer: Any, are_away: Callable[[], bool]) -> Callable[[]
         if hasattr(model := getattr(wrapper, "model", None), "_force_wait_all_gather"):
             ask_before(model, "_force_wait_all_gather", "a checkpoint of the model")
 
-    handles = (
+    handles += (
         inner.register_state_dict_pre_hook(lambda _: refuse("optimizer.state_dict()", _SAVING)),
         inner.register_load_state_dict_pre_hook(lambda *_: refuse("optimizer.load_state_dict()", _LOADING)),
     )

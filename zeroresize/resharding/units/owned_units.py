@@ -129,6 +129,7 @@ class OwnedUnits:
         self.checks: list[Callable[[], str | None]] = [
             ReplacedParts(model, layers, optimizer).why_not_same,
             self._why_captured,
+            self._why_compiled,
         ]
         self._noting = [reducer for reducer in reducers_of(model) if any(True for _ in reducer.beside())]
         if self._noting:
@@ -314,6 +315,16 @@ class OwnedUnits:
             f"a forward of {name} was captured in a CUDA graph, which would go on to read its weight where it lay "
             "before a move. Capture once units have moved for the last time, with a Balancer of moves=False or "
             "mode='off' from then on, or leave such layers out by module_filter_fn"
+        )
+
+    def _why_compiled(self) -> str | None:
+        layers = (pair for segment in self.segments for pair in zip(segment.layers, segment.modules, strict=True))
+        name = next((name for name, layer in layers if layer.moves_only and layer.is_compiled), None)
+        if name is None:
+            return None
+        return (
+            f"{name} computes by its host's own forward, and a compiled graph holds it, in which that is not measured: "
+            "leave it out by module_filter_fn, or out of the graph by torch.compiler.disable"
         )
 
     def why_copied(self) -> str | None:

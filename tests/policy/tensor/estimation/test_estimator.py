@@ -1,5 +1,7 @@
 """Full-work numbers of one rank, with how sure they are, learned from the times of its steps, whatever it owns."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from helpers.states import resumed
@@ -223,3 +225,16 @@ def test_what_is_owned_beyond_an_even_share_need_not_be_in_proportion(widening):
         estimator.learn(steps(owned=1.6, truth=truth, rho=0.2))
     assert estimator.times.gemm_s == pytest.approx(GEMM_S, rel=0.05)
     assert estimator.cost.executed_at(1.3) == pytest.approx(truth.executed_at(1.3), rel=0.05)
+
+
+@pytest.mark.parametrize(("fixed", "shares"), [(0.6, [1.5]), (0.6, [1.5, 1.7, 1.9]), (0.6, [0.5]), (0.3, [0.5, 0.37])])
+def test_what_no_move_takes_along_is_no_slowness_where_moves_alone_tell(fixed, shares):
+    """Of hosts' own forwards a part stays however many units a rank has."""
+    estimator = RankEstimator(ResizingCost.linear(0.9))
+    for owned in (1.0, *shares):
+        gemm_s = GEMM_S * (fixed + (1.0 - fixed) * owned)
+        for _ in range(3):
+            times = [dataclasses.replace(step, busy_s=REST_S + gemm_s, gemm_s=gemm_s) for step in steps(owned=owned)]
+            estimator.learn(times, by_moves=True)
+    assert estimator.times.gemm_s == pytest.approx(GEMM_S, rel=0.1)
+    assert estimator.times.owning(owned).gemm_s == pytest.approx(gemm_s, rel=0.05)

@@ -92,10 +92,14 @@ class RankEstimator:
         scale = math.exp(self._gather_fill.level) if self._gather_fill.is_known else 1.0
         return RankTimes(rest_s, gemm_s, scale, self.cost, deviation, self._moving_rest[0])
 
-    def learn(self, steps: Sequence[StepTimes]) -> None:
+    def learn(self, steps: Sequence[StepTimes], *, by_moves: bool = False) -> None:
         """Take the steps of an interval, plan by plan in the order in which they were made.
 
         Left out are times that no step can have taken, and of a rank that computes no products what these take.
+
+        Args:
+            by_moves: whether training alone tells what products take at other shares, as of hosts' own forwards: what a
+                move changes beside the rest is then the curve, unless the rest has changed alike.
         """
         steps = [step for step in steps if step.is_possible]
         if steps:
@@ -106,7 +110,7 @@ class RankEstimator:
             meter.pass_interval()
         for _, alike in itertools.groupby(steps, key=lambda step: step.shares.work):
             for level in self._levels(list(alike)):
-                self._learn_level(level)
+                self._learn_level(level, by_moves)
 
     def compare(self, owned: float, ratio: float) -> None:
         """Learn from products at even shares and at those in force that were timed in turn, apart from training.
@@ -158,7 +162,7 @@ class RankEstimator:
         is_slower = usual_of([step.busy_s for step in after]) > usual_of([step.busy_s for step in before])
         return [before] if is_slower and 2 * len(after) < len(steps) else [before, after]
 
-    def _learn_level(self, steps: Sequence[StepTimes]) -> None:
+    def _learn_level(self, steps: Sequence[StepTimes], by_moves: bool) -> None:
         """Steps of one plan at one speed."""
         shares = steps[-1].shares
         rest, gemm = zip(*map(log_parts, steps), strict=True)
@@ -167,18 +171,18 @@ class RankEstimator:
         is_first = not self._rest.is_known  # which stands beside no other plan
         reading = self._rest.take(rest, change, change_variance, is_alike=shares.owned == self._owned)
         if shares.computes:
-            self._learn_gemm(gemm, steps[-1], reading)
+            self._learn_gemm(gemm, steps[-1], reading, by_moves)
             self._learn_gather_fill(steps)
         if not (is_first or reading.has_jumped or self._has_jumped):
             self._learn_moving_rest(math.exp(change + reading.surprise), reading.variance, shares.owned)
         self._owned, self._has_jumped = shares.owned, False
 
-    def _learn_gemm(self, values: Sequence[float], step: StepTimes, rest: Reading) -> None:
+    def _learn_gemm(self, values: Sequence[float], step: StepTimes, rest: Reading, by_moves: bool) -> None:
         """Logarithms of the seconds of multiplying, of the plan of ``step``."""
         if not self._gemm.is_known or step.shares.work == self._shares.work:
             has_jumped = self._gemm.take(values).has_jumped
         else:
-            has_jumped = self._learn_plan(values, step, rest)
+            has_jumped = self._learn_plan(values, step, rest, by_moves)
         if has_jumped:
             self._has_jumped = True
             self._curve.widen()
@@ -188,10 +192,12 @@ class RankEstimator:
             self._reference = self._first_reference - full, _REFERENCE_ERROR**2 + variance
             self._first_reference = None
 
-    def _learn_plan(self, values: Sequence[float], step: StepTimes, rest: Reading) -> bool:
+    def _learn_plan(self, values: Sequence[float], step: StepTimes, rest: Reading, by_moves: bool) -> bool:
         """The same, of a plan unlike the one before. Whether the speed has jumped, and not the curve been wrong."""
         (executed, gradient), (before, gradient_before) = map(self._curve.executed, (step.shares, self._shares))
         contrast = gradient - gradient_before
+        if by_moves and step.shares.owned != self._shares.owned:
+            self._curve.widen((usual_of(values) - self._gemm.level - executed + before) ** 2)
         reading = self._gemm.take(values, executed - before, self._curve.variance(contrast), is_alike=False)
         # Where the rest, which pruning does not touch, has jumped alike, or no curve is so, it was the speed.
         has_jumped = reading.has_jumped or (rest.has_jumped and 0.5 < reading.surprise / rest.surprise < 2.0)
