@@ -28,7 +28,7 @@ LIMITS = {
     "package lines": 50_087,
     "package files": 283,
     "package code lines": 32_521,
-    "tests lines": 49_343,
+    "tests lines": 49_348,
     "examples lines": 13_319,
     "docs lines": 5_010,
     "tuning constants": 149,

@@ -26,7 +26,12 @@ OF_PYTHON = {"_current_frames", "_exit", "_getframe", "_make", "_register_atexit
 OF_HOSTS = {
     *("_attn_implementation", "_compute_grad_norm", "_origin_length"),
     *("_dp_group", "_hp_mapping", "_partition_sizes"),
-    *("_create_master_param_current_rank", "_master_param_groups_of_current_rank", "_partition_grads"),
+    *(
+        "_create_master_param_current_rank",
+        "_master_param_groups_of_current_rank",
+        "_partition_grads",
+        "_overlap_allgather",
+    ),
 }
 
 
