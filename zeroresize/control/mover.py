@@ -269,7 +269,8 @@ class Mover:
         units, decider, shares = self.units, self._decider, self._decider.plan.owned
         if units is None or not units.segments or shares == units.shares:
             return
-        why_not = self._observer.why_units_stay if shares != units.home else None
+        is_away = shares != units.home
+        why_not = (self._observer.why_units_stay or units.why_not_measured()) if is_away else None
         move = self._change_hands(shares, why_not or units.why_copied())
         if move is None:
             return

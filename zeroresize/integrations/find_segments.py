@@ -266,7 +266,7 @@ class _Search:
             modules=tuple(self._layers[name] for name in names),
             dropouts=tuple(segment.dropouts),
             has_other_dropout=segment.has_other_dropout,
-            replicated=(*map(self._place_of, segment.replicated), *self._buffers_of_all(names)),
+            replicated=(*map(self._place_of, segment.replicated), *self._scales_of_all(names)),
         )
         cut = next((where.owner for where in held.cut if _stays_cut(where, slices)), None)
         if cut is not None:
@@ -336,12 +336,15 @@ class _Search:
             )
         return UnitTensor(owner, attribute, name, dim, (shape[dim] // units_here,))
 
-    def _buffers_of_all(self, names: Sequence[str]) -> Iterator[tuple[Any, str, str]]:
-        """Buffers of hosts' own layers that serve all units, as a scale of a whole weight does."""
+    def _scales_of_all(self, names: Sequence[str]) -> Iterator[tuple[Any, str, str]]:
+        """What hosts' own layers hold for all units and nothing trains, as a scale of a whole weight."""
         layers: list[tuple[str, Any]] = [(name, self._layers[name]) for name in names]
         for name, layer in ((name, layer) for name, layer in layers if layer.moves_only):
-            held = (key for key, each in buffers_of(layer).items() if each is not None and key not in layer.unit_dims)
-            yield from ((layer, key, f"{name}.{key}") for key in held)
+            frozen = ((key, each) for key, each in layer.named_parameters() if not each.requires_grad)
+            for key, _ in (*frozen, *layer.named_buffers()):
+                if key not in layer.unit_dims:
+                    holder, _, attribute = key.rpartition(".")
+                    yield layer.get_submodule(holder), attribute, f"{name}.{key}"
 
     def _place_of(self, parameter: nn.Parameter) -> tuple[nn.Module, str, str]:
         """The module that holds a parameter, by which name, and that in the model: it may be replaced later."""

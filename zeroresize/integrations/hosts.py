@@ -182,7 +182,7 @@ def host_forward_class(
         "host_class": host_class,
         "is_column_parallel": is_column,
         "is_segment": is_segment,
-        "unit_dims": {name: dim for name, (dim, _) in of_units.items()},
+        "dims_by_host": {name: dim for name, (dim, _) in of_units.items()},
         "unit_parts": {name: parts for name, (_, parts) in of_units.items() if parts is not None},
     }
     if "weight" not in dims:

@@ -25,16 +25,20 @@ class HostForwardLayer(BalancedLinear):
 
     Attributes:
         host_class: its class in the host.
-        unit_dims: as of :class:`BalancedLinear`, by the host's word. The first tensor tells N, or K of a row-parallel
-            layer: how many entries it has along its dimension.
+        dims_by_host: what :attr:`unit_dims` are where the layer has all tensors. The first one tells N, or K of a
+            row-parallel layer: how many entries it has along its dimension.
         unit_parts: in how many equal parts, each with rows of every unit, a tensor holds them; of others the segment
             tells.
     """
 
     moves_only = True
     host_class: ClassVar[type]
-    unit_dims: ClassVar[Mapping[str, int]]
+    dims_by_host: ClassVar[Mapping[str, int]]
     unit_parts: ClassVar[Mapping[str, int]]
+
+    @property
+    def unit_dims(self) -> Mapping[str, int]:
+        return {name: dim for name, dim in self.dims_by_host.items() if getattr(self, name, None) is not None}
 
     @property
     def num_features(self) -> int:
@@ -79,7 +83,7 @@ class HostForwardLayer(BalancedLinear):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the host's; it is given local parts where parameters are DTensors."""
         x = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and self.training:
             self.is_compiled = True  # so that its units stay: a graph's layers are not measured
         if x is None or torch.compiler.is_compiling():
             return self._computed(args, kwargs)
@@ -131,7 +135,7 @@ class HostForwardLayer(BalancedLinear):
         try:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
-            parameters.update({name: each for name, each in kept.items() if parameters[name] is given[name]})
+            parameters.update({name: each for name, each in kept.items() if parameters.get(name) is given[name]})
 
 
 class _BackwardEnds(torch.autograd.Function):

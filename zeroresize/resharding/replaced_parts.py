@@ -23,6 +23,7 @@ class ReplacedParts:
             for name, layer in self._layers.items()
             for kind, parameter in parameters_of(layer).items()
             if parameter is not None and not layer.is_sharded_further(parameter) and not is_flat_parameter(parameter)
+            if not layer.moves_only or kind in layer.unit_dims  # others a host may renew
         }
         self._named: dict[str, Tensor] = {
             f"{name}.{kind}": parameter for (name, kind), parameter in self._parameters.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -108,8 +108,8 @@ def move_units(
         optimizer = gathered(in_parts, meet)
     if sharded is None:
         sharded = {} if model is None else fully_sharded_in(model, reshard=True)
-    leaving = [segment for segment in segments if not targets.get(segment.name, segment.owned).is_home]
-    _require_same_replicated(leaving, optimizer, group_size(process_group), meet)
+    leaving = {segment.name for segment in segments if not targets.get(segment.name, segment.owned).is_home}
+    _require_same_replicated(segments, leaving, optimizer, group_size(process_group), meet)
     move = run_transaction(
         lambda: UnitMove(segments, targets, process_group, optimizer, reducers, max_bytes, device, sharded),
         Participants(process_group, device, meet),
@@ -118,19 +118,21 @@ def move_units(
 
 
 def _require_same_replicated(
-    segments: Sequence[OwnedSegment], optimizer: object | None, num_ranks: int, meet: Meet
+    segments: Sequence[OwnedSegment], leaving: Collection[str], optimizer: object | None, num_ranks: int, meet: Meet
 ) -> None:
     """Let units stay where ranks hold different parameters that serve all of them, or step them by other state."""
     places = {name: (owner, attribute) for segment in segments for owner, attribute, name in segment.replicated}
     if not places:
         return
+    leave = {name for segment in segments if segment.name in leaving for *_, name in segment.replicated}
+    what = fingerprint(json.dumps([*places, *sorted(leave)]))
 
     def prints() -> list[float]:
         held = {name: getattr(owner, attribute) for name, (owner, attribute) in places.items()}
         stepped = {} if optimizer is None else stepped_tensors(optimizer, held)
         states = {} if optimizer is None else torch_optimizer(optimizer).state
         kept = {name: states.get(stepped[name], {}).items() if name in stepped else () for name in held}
-        numbers = []
+        numbers = [what]
         for name, parameter in held.items():
             state = [value for _, value in sorted(kept[name]) if isinstance(value, Tensor)]
             tensors = (parameter, stepped.get(name, parameter), *state)
@@ -138,12 +140,14 @@ def _require_same_replicated(
         return numbers
 
     _, table = agreed(meet, prints, list, what="parameters that serve all units", moves=True)
-    for name, of_ranks in zip(places, zip(*table, strict=True), strict=True):
-        for begin in range(0, len(of_ranks), num_ranks):  # replicas may hold shards of it
+    if len({number for number, *_ in table}) > 1:  # ranks were told to do different things, which is told below
+        return
+    for name, of_ranks in zip(places, [*zip(*table, strict=True)][1:], strict=True):
+        for begin in range(0, len(of_ranks) * (name in leave), num_ranks):  # replicas may hold shards of it
             if len(set(of_ranks[begin : begin + num_ranks])) > 1:
                 raise CannotMoveError(
-                    f"nothing has changed: {name}, which serves all units, is not the same on all ranks, as if nothing "
-                    "summed its gradients over them"
+                    f"nothing has changed: {name}, which serves all units, is not the same on all ranks: what of it "
+                    "each rank learns, or measures, must be summed over them"
                 )
 
 

@@ -129,7 +129,6 @@ class OwnedUnits:
         self.checks: list[Callable[[], str | None]] = [
             ReplacedParts(model, layers, optimizer).why_not_same,
             self._why_captured,
-            self._why_compiled,
         ]
         self._noting = [reducer for reducer in reducers_of(model) if any(True for _ in reducer.beside())]
         if self._noting:
@@ -317,7 +316,8 @@ class OwnedUnits:
             "mode='off' from then on, or leave such layers out by module_filter_fn"
         )
 
-    def _why_compiled(self) -> str | None:
+    def why_not_measured(self) -> str | None:
+        """Return why no measurement may move units away from home; None if one may."""
         layers = (pair for segment in self.segments for pair in zip(segment.layers, segment.modules, strict=True))
         name = next((name for name, layer in layers if layer.moves_only and layer.is_compiled), None)
         if name is None:

@@ -196,8 +196,9 @@ class RankEstimator:
         """The same, of a plan unlike the one before. Whether the speed has jumped, and not the curve been wrong."""
         (executed, gradient), (before, gradient_before) = map(self._curve.executed, (step.shares, self._shares))
         contrast = gradient - gradient_before
-        if by_moves and step.shares.owned != self._shares.owned:
-            self._curve.widen((usual_of(values) - self._gemm.level - executed + before) ** 2)
+        if by_moves and step.shares.owned != self._shares.owned and contrast.any() and not rest.has_jumped:
+            surprise = usual_of(values) - self._gemm.level - executed + before
+            self._curve.widen(surprise**2 / float(contrast @ contrast))
         reading = self._gemm.take(values, executed - before, self._curve.variance(contrast), is_alike=False)
         # Where the rest, which pruning does not touch, has jumped alike, or no curve is so, it was the speed.
         has_jumped = reading.has_jumped or (rest.has_jumped and 0.5 < reading.surprise / rest.surprise < 2.0)
