@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from helpers.on_ranks import on_ranks
 from helpers.processes import caught_log_lines
+from helpers.segments import train_by_halves
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -155,21 +156,6 @@ def converted_model(rank):
     return zr.convert(divided_model(rank))
 
 
-def train(model, optimizer, num_steps, clip, after=lambda step: None):
-    values = []
-    for step in range(num_steps):
-        x = torch.randn(4, 3, WIDTH, generator=torch.Generator().manual_seed(step)).double()
-        for part in x.chunk(2):
-            loss = (model(part) - part).square().mean() / 2
-            loss.backward()
-            values.append(loss.item())
-        values.append(clip(list(model.parameters()), 0.1).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        after(step)
-    return values
-
-
 def held(model, optimizer):
     """Copies of parameters, buffers and what the optimizer keeps."""
     kept = [value for state in optimizer.state.values() for _, value in sorted(state.items())]
@@ -192,9 +178,9 @@ def test_units_move_and_are_saved_as_in_the_undivided_model(rank, group, *, tmp_
         if step in moves:
             balancer.move(moves[step])
 
-    computed = train(model, optimizer, 6, zr.clip_grad_norm_, after)
+    computed = train_by_halves(WIDTH, model, optimizer, 6, zr.clip_grad_norm_, after)
     whole_optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2)
-    assert computed == pytest.approx(train(whole, whole_optimizer, 6, clip_grad_norm_), rel=1e-10)
+    assert computed == pytest.approx(train_by_halves(WIDTH, whole, whole_optimizer, 6, clip_grad_norm_), rel=1e-10)
     here = NEURONS * (3, 1)[rank] // 4
     assert model[0].weight.shape == (2, here, WIDTH // 2) and model[0].steps.shape == model[0].factor.shape == (here,)
     assert model[2].weight.shape == (here, WIDTH) and model[3].gate_up.shape == (2 * here, WIDTH)
@@ -221,8 +207,8 @@ def test_units_move_and_are_saved_as_in_the_undivided_model(rank, group, *, tmp_
     other = zr.convert(divided_model(rank), shares=(1, 3))
     others = torch.optim.AdamW(other.parameters(), lr=1e-2)
     dcp.load(zr.sharded_state_dict(other, others), storage_reader=zr.CheckpointReader(tmp_path))
-    expected = train(whole, whole_optimizer, 1, clip_grad_norm_)
-    assert train(other, others, 1, zr.clip_grad_norm_) == pytest.approx(expected, rel=1e-10)
+    expected = train_by_halves(WIDTH, whole, whole_optimizer, 1, clip_grad_norm_)
+    assert train_by_halves(WIDTH, other, others, 1, zr.clip_grad_norm_) == pytest.approx(expected, rel=1e-10)
 
 
 @on_ranks(2)
@@ -468,7 +454,7 @@ def test_exact_measures_whole_layers_and_moves_units_off_a_slow_rank(rank, group
     model[0].seconds = (0.5e-3, 2e-3)[rank]  # of a step 12 and 48 ms
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     balancer = zr.Balancer(model, optimizer, zr.BalanceConfig(mode="exact", update_every=5))
-    train(model, optimizer, 60, zr.clip_grad_norm_, lambda step: balancer.step())
+    train_by_halves(WIDTH, model, optimizer, 60, zr.clip_grad_norm_, lambda step: balancer.step())
     times = balancer.layer_times()
     asleep = 4 * model[0].seconds * len(model[0].bias)
     assert asleep < times["0"] < 3 * asleep and times["2"] < times["0"]  # without its waits for the other rank

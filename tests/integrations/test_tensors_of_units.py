@@ -8,6 +8,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from helpers.dtensor_models import mesh_of
 from helpers.on_ranks import on_ranks
+from helpers.segments import train_by_halves
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.utils import clip_grad_norm_
@@ -131,21 +132,6 @@ def segment_of(model, **options):
     return zr.Segment(["0.qkv"], "0.out", unit_size=HEAD, kind="heads", **given)
 
 
-def train(model, optimizer, num_steps, clip, after=lambda step: None):
-    values = []
-    for step in range(num_steps):
-        x = torch.randn(4, 3, WIDTH, generator=torch.Generator().manual_seed(step)).double()
-        for part in x.chunk(2):
-            loss = (model(part) - part).square().mean() / 2
-            loss.backward()
-            values.append(loss.item())
-        values.append(clip(list(model.parameters()), 0.1).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        after(step)
-    return values
-
-
 def states_of(model, optimizer):
     states = (optimizer.state.get(parameter, {}) for parameter in model.parameters())
     kept = [value for state in states for _, value in sorted(state.items())]
@@ -165,9 +151,9 @@ def test_what_extra_names_moves_is_clipped_and_saved_as_in_the_undivided_model(r
         if step in moves:
             balancer.move(moves[step])
 
-    computed = train(model, optimizer, 6, zr.clip_grad_norm_, after)
+    computed = train_by_halves(WIDTH, model, optimizer, 6, zr.clip_grad_norm_, after)
     whole_optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2)
-    assert computed == pytest.approx(train(whole, whole_optimizer, 6, clip_grad_norm_), rel=1e-10)
+    assert computed == pytest.approx(train_by_halves(WIDTH, whole, whole_optimizer, 6, clip_grad_norm_), rel=1e-10)
     here = HEADS * (3, 1)[rank] // 4
     assert model[0].scale.shape == (here, 1, HEAD) and model[0].gate["weight"].shape == (WIDTH, 2 * here)
     dcp.save(zr.sharded_state_dict(model, optimizer), checkpoint_id=tmp_path)
@@ -183,14 +169,14 @@ def test_what_extra_names_moves_is_clipped_and_saved_as_in_the_undivided_model(r
     assert all(map(torch.equal, states_of(model, optimizer), before))
     of_unit = 3 * HEAD * (WIDTH + 1) + HEAD * WIDTH + HEAD + 2 * WIDTH
     assert bytes_of_units([model[0].out.segment], optimizer) == HERE * 8 * (3 * of_unit + 1)
-    expected = train(whole, whole_optimizer, 1, clip_grad_norm_)
+    expected = train_by_halves(WIDTH, whole, whole_optimizer, 1, clip_grad_norm_)
     for other in (copy.deepcopy(model), divided(group, rank)):
         if other[0].out.extra == ():
             zr.convert(other, process_group=group, segments=[segment_of(other)])
         others = torch.optim.AdamW(other.parameters(), lr=1e-2)
         dcp.load(zr.sharded_state_dict(other, others), storage_reader=zr.CheckpointReader(tmp_path))
         assert all(map(torch.equal, states_of(other, others), before))
-        assert train(other, others, 1, zr.clip_grad_norm_) == pytest.approx(expected, rel=1e-10)
+        assert train_by_halves(WIDTH, other, others, 1, zr.clip_grad_norm_) == pytest.approx(expected, rel=1e-10)
     assert all(check.problem is None for check in zr.check_segments(model, torch.randn(2, 3, WIDTH)))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -306,9 +306,12 @@ class OwnedUnits:
             raise
         return reports
 
+    @property
+    def _named_layers(self) -> Iterator[tuple[str, Any]]:
+        return (pair for segment in self.segments for pair in zip(segment.layers, segment.modules, strict=True))
+
     def _why_captured(self) -> str | None:
-        layers = (pair for segment in self.segments for pair in zip(segment.layers, segment.modules, strict=True))
-        if (name := next((name for name, layer in layers if layer.is_captured), None)) is None:
+        if (name := next((name for name, layer in self._named_layers if layer.is_captured), None)) is None:
             return None
         return (
             f"a forward of {name} was captured in a CUDA graph, which would go on to read its weight where it lay "
@@ -318,8 +321,7 @@ class OwnedUnits:
 
     def why_not_measured(self) -> str | None:
         """Return why no measurement may move units away from home; None if one may."""
-        layers = (pair for segment in self.segments for pair in zip(segment.layers, segment.modules, strict=True))
-        name = next((name for name, layer in layers if layer.moves_only and layer.is_compiled), None)
+        name = next((name for name, layer in self._named_layers if layer.moves_only and layer.is_compiled), None)
         if name is None:
             return None
         return (
@@ -341,8 +343,8 @@ class OwnedUnits:
 
     @property
     def _copied_layer(self) -> str | None:
-        layers = (pair for segment in self.segments for pair in zip(segment.layers, segment.modules, strict=True))
-        return next((name for name, layer in layers if layer.family is not None and len(layer.family) > 1), None)
+        copied = (name for name, layer in self._named_layers if layer.family is not None and len(layer.family) > 1)
+        return next(copied, None)
 
     def guard_new_state(self) -> None:
         """Let what the optimizer has made be gathered no more than the parameters that it belongs to; no collective.
