@@ -18,23 +18,42 @@ BEFORE, FIRST, SECOND = Strategy(2), Strategy(1, 2), Strategy(1, 1, 2)
 UNEVEN = Strategy(1, 2, shares=(3, 1))
 
 
-def called_at_once(calls, barrier):
-    """The errors of calls that threads make at once."""
-    errors = []
+class TwoThreads:
+    """Two threads that make calls of a model at once: the first to make one waits in it until the other has come."""
 
-    def run(call):
-        barrier.wait()
-        try:
-            call()
-        except Exception as error:
-            errors.append(f"{type(error).__name__}: {error}")
+    def __init__(self, model):
+        self._model, self._are_running = model, False
+        object.__setattr__(model._job, "meet", self.waiting(model._job.meet))
 
-    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return errors
+    def waiting(self, meet):
+        """A meeting of ranks for which a thread waits until the other has come, too."""
+
+        def wait_and_meet(*numbers):
+            deadline = time.monotonic() + 3
+            while self._are_running and not self._model.one_thread._num_late and time.monotonic() < deadline:
+                time.sleep(0.001)
+            return meet(*numbers)
+
+        return wait_and_meet
+
+    def errors_of(self, calls):
+        """The errors of two calls that are made at once."""
+        errors = []
+
+        def run(call):
+            try:
+                call()
+            except Exception as error:
+                errors.append(f"{type(error).__name__}: {error}")
+            self._are_running = False
+
+        self._are_running = True
+        threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return errors
 
 
 CALLS = {
@@ -52,11 +71,9 @@ CALLS = {
 def test_threads_that_switch_at_once_are_named_and_the_step_can_be_given_up(rank, group, *, name):
     group = dist.new_group([0, 1], timeout=timedelta(seconds=5))
     model, wholes = switchable(group, [BEFORE, FIRST, SECOND])
-    meet = model._job.meet
-    slow = lambda *numbers: time.sleep(0.05) or meet(*numbers)  # noqa: E731 - until both have come
-    object.__setattr__(model._job, "meet", slow)
+    threads = TwoThreads(model)
     for _ in range(3):
-        errors = called_at_once(CALLS[name](model), threading.Barrier(2))
+        errors = threads.errors_of(CALLS[name](model))
         assert errors and all(
             "two threads called a SwitchableModel, or its trainer, at once" in text for text in errors
         ), errors
@@ -75,10 +92,11 @@ def test_threads_that_make_steps_of_a_trainer_at_once_are_named_and_training_goe
     model = SwitchableModel(llama_layers(config), strategies=[BEFORE, FIRST], process_group=group)
     ranges = [LengthRange(4, BEFORE), LengthRange(8, FIRST)]
     trainer = StrategyTrainer(model, torch.optim.SGD(model.parameters(), lr=0.1), ranges, loss=token_loss)
-    meet, rows = trainer._meet, [torch.arange(length) for length in (4, 8)]
-    trainer._meet = lambda *numbers: time.sleep(0.05) or meet(*numbers)
+    rows = [torch.arange(length) for length in (4, 8)]
+    threads = TwoThreads(model)
+    trainer._meet = threads.waiting(trainer._meet)
     for other in (lambda: trainer.step(rows), lambda: model.switch_to(FIRST), lambda: trainer.evaluate(rows)):
-        errors = called_at_once([lambda: trainer.step(rows), other], threading.Barrier(2))
+        errors = threads.errors_of([lambda: trainer.step(rows), other])
         assert errors and all("at once: one thread of each rank" in text for text in errors), errors
         model.abandon()
         trainer.step(rows)
