@@ -28,7 +28,7 @@ LIMITS = {
     "package lines": 50_103,
     "package files": 283,
     "package code lines": 32_534,
-    "tests lines": 49_391,
+    "tests lines": 49_499,
     "examples lines": 13_319,
     "docs lines": 5_010,
     "tuning constants": 149,

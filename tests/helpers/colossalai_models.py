@@ -47,27 +47,28 @@ def stand_in_for_a_gpu():
     LowLevelZeroOptimizer._sanity_checks = lambda _: None
 
 
+def plugin_of(*, zero_stage, precision, **options):
+    """A HybridParallelPlugin, also of float32 beside ZeRO, which it refuses by an assertion alone."""
+    from colossalai.booster.plugin import HybridParallelPlugin
+
+    is_refused = zero_stage > 0 and precision == "fp32"
+    plugin = HybridParallelPlugin(zero_stage=zero_stage, precision="bf16" if is_refused else precision, **options)
+    if is_refused:
+        plugin.precision = "float32"
+        plugin.zero_config["forced_dtype"] = torch.float32
+    return plugin
+
+
 def boosted(group, model, *, stage=0, precision="fp32", sequence=None, make_optimizer=adamw, tp_size=2, **options):
     """A model that Booster has divided over pairs of ranks, with what trains it."""
     from colossalai.booster import Booster
-    from colossalai.booster.plugin import HybridParallelPlugin
 
     Host(group)
     stand_in_for_a_gpu()
     if sequence is not None:
         options |= {"enable_sequence_parallelism": True, "sequence_parallelism_mode": sequence}
-    is_refused = stage > 0 and precision == "fp32"  # by an assertion alone
-    plugin = HybridParallelPlugin(
-        tp_size=tp_size,
-        pp_size=1,
-        precision="bf16" if is_refused else precision,
-        zero_stage=stage,
-        max_norm=MAX_NORM,
-        **{"overlap_communication": False, **options},
-    )
-    if is_refused:
-        plugin.precision = "float32"
-        plugin.zero_config["forced_dtype"] = torch.float32
+    options = {"overlap_communication": False, "max_norm": MAX_NORM, **options}
+    plugin = plugin_of(zero_stage=stage, precision=precision, tp_size=tp_size, pp_size=1, **options)
     booster = Booster(plugin=plugin)
     model, optimizer, *_ = booster.boost(model, make_optimizer(model))
     return SimpleNamespace(model=model, optimizer=optimizer, booster=booster, plugin=plugin, stage=stage)

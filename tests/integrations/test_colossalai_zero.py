@@ -19,6 +19,7 @@ from helpers.colossalai_models import (
 )
 from helpers.hosts import Host
 from helpers.on_ranks import on_ranks
+from helpers.parallel_layers import equal_loans, lend
 from torch.testing import assert_close
 
 import zeroresize as zr
@@ -207,6 +208,19 @@ def test_checkpoints_are_the_hosts_at_home_and_refused_away(rank, group, stage, 
     if dtype == torch.float32:
         assert update(run, 2) == update(plain, 2)
         assert all(map(torch.equal, states_of(run), states_of(plain)))
+
+
+@on_ranks(4, [(1,), (2,)], timeout_s=120)
+def test_columns_are_lent(rank, group, stage):
+    host, run = (boosted(group, llama(), stage=stage) for _ in range(2))
+    zr.convert(run.model)
+    loans = equal_loans({1: 0.5}, 2)
+    lender = lend(balanced_layers(run.model), run.plugin.tp_group, loans, "broadcast-reduce")
+    for step in range(2):
+        assert update(run, step) == pytest.approx(update(host, step), abs=1e-6)
+        lender.send_weights()
+    for lent, expected in zip(*map(states_of, (run, host)), strict=True):
+        assert_close(lent, expected, rtol=0.0, atol=1e-6)
 
 
 @on_ranks(4, timeout_s=120)

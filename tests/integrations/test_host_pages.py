@@ -5,19 +5,29 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from helpers.colossalai_models import plugin_of, stand_in_for_a_gpu
 from helpers.dtensor_models import mesh_of
+from helpers.hosts import Host
 from helpers.megatron_models import megatron_on_cpu
-from helpers.transformers_models import as_rank
+from helpers.transformers_models import as_rank, whole_decoder
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+
+import zeroresize as zr
+from zeroresize.layers.local_parts import local_of
 
 PAGES = Path(__file__).parents[2] / "docs" / "hosts"
 
 
+def programs_of(page):
+    return re.findall(r"```python\n(.*?)```", (PAGES / page).read_text(), re.DOTALL)
+
+
 def names_of(page):
     """What the first program of a page defines."""
-    program, *_ = re.findall(r"```python\n(.*?)```", (PAGES / page).read_text(), re.DOTALL)
+    program, *_ = programs_of(page)
     names = {"__name__": page}
     exec(compile(program, f"docs/hosts/{page}", "exec"), names)
     return names
@@ -42,17 +52,18 @@ def losses_of_one_process(num_batches, schedule_every=None):
     return losses
 
 
-def losses_of_decoder(model, optimizer, num_steps):
+def losses_of_decoder(model, optimizer, seeds, clip=nn.utils.clip_grad_norm_, after=lambda step: None):
     """Of a language model of transformers that one process trains as two of the pages do."""
     losses = []
-    for step in range(num_steps):
-        words = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(step))
+    for step, seed in enumerate(seeds):
+        words = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(seed))
         loss = model(input_ids=words, labels=words).loss
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        clip(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+        after(step)
     return losses
 
 
@@ -123,10 +134,22 @@ def test_fsdp2(run_ranks, tmp_path):
     run_ranks(check, 4)
 
 
-def test_the_table_of_hosts_names_tests_that_there_are():
-    page = (PAGES / "README.md").read_text()
-    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", page)
-    assert len(named) > 20
+def cells_under(heading):
+    """Of the first table under a heading of the page of hosts, by row and column."""
+    _, _, text = (PAGES / "README.md").read_text().partition(f"\n## {heading}\n")
+    table = re.search(r"(?m)(^\|.*\n)+", text)[0].splitlines()
+    lines = [[cell.strip() for cell in line[1:-1].split("|")] for line in table]
+    (_, *columns), _, *rows = lines
+    return {(name, column): cell for name, *cells in rows for column, cell in zip(columns, cells, strict=True)}
+
+
+def test_each_cell_of_the_table_of_hosts_is_short_and_backed_by_a_test_that_there_is():
+    works, shown_by = cells_under("What works"), cells_under("The tests behind it")
+    assert works.keys() == shown_by.keys() and len(works) > 70
+    assert [cell for cell in works.values() if not re.fullmatch(r"yes|(yes|part|no): .{2,120}", cell)] == []
+    tests = re.compile(r"`(test_\w+\.py)::(test_\w+)`")
+    assert [key for key, cell in works.items() if not cell.startswith("no") and not tests.search(shown_by[key])] == []
+    named = tests.findall((PAGES / "README.md").read_text())
     files = {path.name: path.read_text() for path in (PAGES.parents[1] / "tests").rglob("test_*.py")}
     assert [f"{file}::{name}" for file, name in named if f"def {name}(" not in files.get(file, "")] == []
 
@@ -163,12 +186,47 @@ def test_transformers(run_ranks, tmp_path, monkeypatch):
     (losses, again), _ = run_ranks(check, 2)
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-3)
-    expected = losses_of_decoder(model, optimizer, 12)
+    expected = losses_of_decoder(model, optimizer, range(12))
     assert losses == pytest.approx(expected, abs=1e-5)
     assert again == pytest.approx(expected[6:], abs=1e-5)
     trained = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "trained").state_dict()
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(trained[name], tensor, rtol=0.0, atol=1e-4, msg=name)
+
+
+@pytest.mark.hosts
+@pytest.mark.filterwarnings("ignore")
+def test_experts_that_are_loaded_as_the_page_says_train_in_bfloat16_wherever_neurons_are(run_ranks, tmp_path):
+    import transformers
+    from transformers.distributed import DistributedConfig
+
+    _, loading = programs_of("transformers.md")
+    whole = whole_decoder("mixtral").to(torch.bfloat16)
+    whole.config._experts_implementation = "grouped_mm"
+    whole.save_pretrained(tmp_path)
+    expected = losses_of_decoder(whole, torch.optim.AdamW(whole.parameters(), lr=1e-2), [0] * 6)
+    assert expected[0] - expected[-1] > 1.0
+
+    def check(rank, group):
+        names = {"transformers": transformers, "DistributedConfig": DistributedConfig, "folder": tmp_path}
+        names |= {"torch": torch, "dist": dist, "zr": zr}
+        with as_rank(rank, 2):
+            exec(loading, names)
+        model, balancer = names["model"], names["balancer"]
+        experts, sizes = model.model.layers[0].mlp.experts, []
+
+        def after(step):
+            balancer.step()
+            balancer.move(((3, 1), (3, 1), (1, 3), (1, 3), (1, 1), (1, 1))[step])
+            sizes.append(local_of(experts.down_proj).shape[2])
+
+        names["optimizer"].param_groups[0]["lr"] = 1e-2
+        losses = losses_of_decoder(model, names["optimizer"], [0] * 6, zr.clip_grad_norm_, after)
+        assert losses == pytest.approx(expected, abs=2**-4)
+        assert sizes == ([48, 48, 16, 16, 32, 32], [16, 16, 48, 48, 32, 32])[rank]
+        balancer.close()
+
+    run_ranks(check, 2)
 
 
 @pytest.mark.transformers
@@ -187,7 +245,7 @@ def test_peft(run_ranks, tmp_path, monkeypatch):
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     model = peft.PeftModel.from_pretrained(model, tmp_path / "begun", is_trainable=True).train()
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
-    expected = losses_of_decoder(model, optimizer, 8)
+    expected = losses_of_decoder(model, optimizer, range(8))
     assert losses == losses_1 == pytest.approx(expected, abs=1e-5)
     model.load_adapter(tmp_path / "adapter", "trained")
     for kind in ("default", "trained"):
@@ -272,6 +330,41 @@ def test_megatron(run_ranks, tmp_path, monkeypatch):
             model.load_state_dict(dist_checkpointing.load(state, str(tmp_path))["model"])
             for name, weight in model.named_parameters():
                 torch.testing.assert_close(weight, learned[name], rtol=0.0, atol=1e-5, msg=name)
+
+    run_ranks(check, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "precision"), [(1, "fp32"), (1, "bf16"), (0, "fp32")])
+@pytest.mark.filterwarnings("ignore")
+def test_colossalai(run_ranks, tmp_path, monkeypatch, colossalai_module, stage, precision):
+    """In float32, which the host refuses by an assertion alone, as one process; in bfloat16 it goes on bit for bit."""
+    names = names_of("colossalai.md")
+    changes = {"zero_stage": stage, "precision": precision}
+    monkeypatch.setitem(names, "HybridParallelPlugin", lambda **given: plugin_of(**given | changes))
+    if precision == "fp32":
+        moves_in(monkeypatch, names, {2: (3, 1), 5: (1, 3)})
+    whole, expected = names["undivided"](), [[], []]
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3)
+    for number in range(32):
+        loss = whole(**names["batch"](number)).loss
+        (loss / 4).backward()
+        expected[number % 2].append(loss.item())
+        if number % 4 == 3:
+            nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def check(rank, group):
+        Host(group)
+        stand_in_for_a_gpu()
+        losses = names["main"](str(tmp_path))
+        again = names["main"](str(tmp_path), goes_on=True)
+        if precision == "bf16":
+            assert again == losses[8:]
+        else:
+            assert losses == pytest.approx(expected[rank // 2], abs=1e-5)
+            assert again == pytest.approx(losses[8:], abs=1e-5)
 
     run_ranks(check, 4)
 
