@@ -25,13 +25,13 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 50_103,
+    "package lines": 49_928,
     "package files": 283,
-    "package code lines": 32_534,
-    "tests lines": 49_499,
+    "package code lines": 32_408,
+    "tests lines": 49_500,
     "examples lines": 13_319,
     "docs lines": 5_010,
-    "tuning constants": 149,
+    "tuning constants": 148,
 }
 
 

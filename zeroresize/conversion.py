@@ -33,15 +33,15 @@ from zeroresize.layers.splitting import probably_untied, require_ties_kept
 from zeroresize.layers.weight_checks import why_no_whole_weight
 from zeroresize.measure.timed_products import measure_wanted_shares
 from zeroresize.plan.ownership import checked_shares
-from zeroresize.resharding.agreement import meet_over
+from zeroresize.resharding.agreement import meet_over, meet_prepared
 from zeroresize.resharding.data_parallel import unwrap
 from zeroresize.resharding.segments.divided_lora import divide_lora
 from zeroresize.resharding.segments.search_segments import (
+    WHOLE_UNITS,
     first_of,
     require_same_segments,
     search_segments,
     summary_of_segments,
-    tell_waiting_ranks,
 )
 from zeroresize.resharding.sharded_optimizer import sharded_optimizer
 from zeroresize.resharding.state_dict_guards import guard_save_pretrained
@@ -180,7 +180,7 @@ def convert(
     try:
         if error is not None and wanted in (None, "even"):
             if any(layer.has_dtensors for layer in layers.values()):
-                _meet_shortly(lambda: tell_waiting_ranks(error, group, _device_of(model)))
+                _meet_shortly(lambda: meet_prepared(meet_over(group, _device_of(model)), error, WHOLE_UNITS))
             raise error
         if wanted == "even":
             for segment in all_segments(layers):

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from zeroresize.checks.apart import Apart
 from zeroresize.checks.divided import Part
 from zeroresize.checks.finding import ACTIVATIONS, DRAWS, LATER, PACKED, SUM, ParallelFinding, finding
-from zeroresize.checks.recording import Event, Recorder, are_all_alike, tensors_in
+from zeroresize.checks.recording import Event, Recorder, are_all_alike
 from zeroresize.layers.local_parts import local_of
 from zeroresize.resharding.ranks import Ranks
 from zeroresize.utils.torch_private import is_dtensor
+from zeroresize.utils.torch_state import tensors_in
 
 
 def find_differing_activations(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from zeroresize.layers.local_parts import local_of
 from zeroresize.resharding.ranks import Ranks
 from zeroresize.utils.hashing import fingerprint
 from zeroresize.utils.torch_private import storage_id
+from zeroresize.utils.torch_state import tensors_in
 
 #: Of each tensor, or other value, in what a module reads or returns: its shape, and three sums.
 Numbers = list[list[Any]]
@@ -154,15 +155,6 @@ class Recorder(TorchFunctionMode):
 
 def _storage_of(tensor: Tensor) -> int:
     return storage_id(local_of(tensor))
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in containers."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(inner)
 
 
 @torch.no_grad()

@@ -346,57 +346,27 @@ def message_device(process_group: ProcessGroup, device: torch.device) -> torch.d
     return device if sends_from_there else torch.device("cpu")
 
 
-def gather_from_tp_region(x: Tensor, process_group: ProcessGroup) -> Tensor:
-    """Put all ranks' ``x`` side by side on the last dimension; collective in forward.
-
-    The gradient of ``x`` is this rank's slice of the gradient.
-    """
-    if group_size(process_group) == 1:
-        return x
-    parts = all_gather(x.detach().contiguous(), process_group)
-    parts[group_rank(process_group)] = x
-    return torch.cat(parts, dim=-1)
-
-
-def scatter_to_tp_region(x: Tensor, process_group: ProcessGroup) -> Tensor:
-    """Take this rank's slice of ``x`` on the last dimension; collective in backward, which gathers the gradient."""
-    return x if group_size(process_group) == 1 else _ScatterToTpRegion.apply(x, process_group)
-
-
-class _ScatterToTpRegion(torch.autograd.Function):
-    """y = this rank's slice of x on the last dimension; dx = [dy_0 … dy_(R−1)]."""
-
-    @staticmethod
-    def forward(ctx, x, process_group):
-        ctx.process_group = process_group
-        return x.chunk(group_size(process_group), dim=-1)[group_rank(process_group)].contiguous()
-
-    @staticmethod
-    def backward(ctx, dy):
-        return torch.cat(all_gather(dy.contiguous(), ctx.process_group), dim=-1), None
-
-
-def gather_from_sequence_region(x: Tensor, process_group: ProcessGroup, dim: int, *, sums: bool) -> Tensor:
-    """Put all ranks' slices ``x`` of a sequence together along ``dim``; collective.
+def gather_along(x: Tensor, process_group: ProcessGroup, dim: int, *, sums: bool = False) -> Tensor:
+    """Put all ranks' slices ``x`` together along ``dim``, as of features or of a sequence; collective.
 
     The gradient of ``x`` is this rank's slice of the gradient: of the sum of all ranks' gradients, if ``sums``.
     """
-    return _GatherFromSequenceRegion.apply(x, process_group, dim, sums)
+    return x if group_size(process_group) == 1 else _GatherAlong.apply(x, process_group, dim, sums)
 
 
-def scatter_to_sequence_region(y: Tensor, process_group: ProcessGroup, dim: int, *, sums: bool) -> Tensor:
+def scatter_along(y: Tensor, process_group: ProcessGroup, dim: int, *, sums: bool = False) -> Tensor:
     """Take this rank's slice of ``y`` along ``dim``: of the sum of all ranks' y, if ``sums``; collective.
 
     The gradient of ``y`` is all ranks' gradients, put together.
     """
-    return _ScatterToSequenceRegion.apply(y, process_group, dim, sums)
+    return y if group_size(process_group) == 1 else _ScatterAlong.apply(y, process_group, dim, sums)
 
 
-def _slice_of_sequence(x, process_group, dim, sums):
+def _slice_along(x, process_group, dim, sums):
     num_ranks, size = group_size(process_group), x.shape[dim]
     if size % num_ranks:
         raise ValueError(f"a sequence of {size} (dimension {dim} of {tuple(x.shape)}) is not divisible by {num_ranks}")
-    if not sums or num_ranks == 1:
+    if not sums:
         return x.chunk(num_ranks, dim)[group_rank(process_group)].contiguous()
     x = x.movedim(dim, 0).contiguous()
     here = x.new_empty((size // num_ranks, *x.shape[1:]))
@@ -405,35 +375,36 @@ def _slice_of_sequence(x, process_group, dim, sums):
     return here.movedim(0, dim).contiguous()
 
 
-def _whole_sequence(part, process_group, dim):
-    part = part.movedim(dim, 0).contiguous()
+def _whole_along(part, process_group, dim):
+    part = part.contiguous()
+    if dim != 0:
+        return torch.cat(all_gather(part, process_group), dim)
     whole = part.new_empty((group_size(process_group) * part.shape[0], *part.shape[1:]))
-    call = partial(dist.all_gather_into_tensor, whole, part, group=process_group)
-    _named_if_it_fails(call, "an all-gather with", process_group)
-    return whole.movedim(0, dim).contiguous()
+    all_gather_into(whole, part, process_group)
+    return whole
 
 
-class _GatherFromSequenceRegion(torch.autograd.Function):
+class _GatherAlong(torch.autograd.Function):
     """y = [x_0 … x_(R−1)] along a dimension; dx = this rank's slice of dy, or of Σ_r dy_r."""
 
     @staticmethod
     def forward(ctx, x, *how):
         ctx.how = how
-        return _whole_sequence(x, *how[:2])
+        return _whole_along(x, *how[:2])
 
     @staticmethod
     def backward(ctx, dy):
-        return _slice_of_sequence(dy, *ctx.how), None, None, None
+        return _slice_along(dy, *ctx.how), None, None, None
 
 
-class _ScatterToSequenceRegion(torch.autograd.Function):
+class _ScatterAlong(torch.autograd.Function):
     """y = this rank's slice of x, or of Σ_r x_r, along a dimension; dx = [dy_0 … dy_(R−1)]."""
 
     @staticmethod
     def forward(ctx, x, *how):
         ctx.how = how
-        return _slice_of_sequence(x, *how)
+        return _slice_along(x, *how)
 
     @staticmethod
     def backward(ctx, dy):
-        return _whole_sequence(dy, *ctx.how[:2]), None, None, None
+        return _whole_along(dy, *ctx.how[:2]), None, None, None

@@ -26,7 +26,7 @@ from zeroresize.comm.collectives import group_rank, group_size
 from zeroresize.integrations.changed_modules import why_changed
 from zeroresize.integrations.hosts import SwappedClasses
 from zeroresize.integrations.known_modules import StaysEven, register_segments
-from zeroresize.integrations.unit_proof import require_unmixed_in_call
+from zeroresize.integrations.unit_proof import Between
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import Segment, UnitTensor
 from zeroresize.layers.weight_checks import known_layers
@@ -245,7 +245,7 @@ def _require_unmixed(module: Any, segment: Segment) -> None:
         module(x)
 
     assert isinstance(parts, int)
-    require_unmixed_in_call(module, {column: (1,) * parts}, segment.row, 1, call, segment.on_change)
+    Between(module, {column: (1,) * parts}, segment.row, 1, call, segment.on_change).require_unmixed()
 
 
 register_segments(SelfAttention, _attention)

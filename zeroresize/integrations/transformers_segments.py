@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,13 +21,7 @@ from torch import Tensor, nn
 from zeroresize.integrations.changed_modules import remembered_by, why_changed, why_hooked
 from zeroresize.integrations.known_modules import SegmentAdapter, StaysEven, is_elementwise_module, register_by_name
 from zeroresize.integrations.lora import base_of, of_bases
-from zeroresize.integrations.module_state import in_mode
-from zeroresize.integrations.unit_proof import (
-    MixesUnitsError,
-    computes_with_none,
-    require_divisible,
-    require_unmixed_in_call,
-)
+from zeroresize.integrations.unit_proof import Between, MixesUnitsError
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OnChange, Segment
 from zeroresize.plan.ownership import units_by_block
@@ -194,35 +187,26 @@ def _implementation(module: Any) -> str | None:
     return getattr(getattr(module, "config", None), "_attn_implementation", None)
 
 
+def _between(module: Any, segment: Segment, of_each: int = 1) -> Between:
+    """What lies between its layers, of so many units of each group."""
+    tell = partial(_in_groups, segment.on_change, of_each, segment.group_size)
+    num_rows, call = of_each * segment.unit_size, partial(_call, module)
+    return Between(module, _rows_of(segment, of_each), segment.row, num_rows, call, tell)
+
+
 def _require_unmixed(module: Any, segment: Segment) -> None:
     """Check by numbers that the module treats units alike, whatever it calls."""
-    row: Any = segment.row
     size = segment.group_size
+    of_single = partial(_in_groups, segment.on_change, size, size, apart=True)
     try:
         with _without_flash_attention(module):
             # A unit of each group, with rows of its own of k and v; whole groups; and these beside units so apart.
-            trials = [(1, False), (size, False), (size, True)][: 1 if size == 1 else 3]
-            for (of_each, are_apart), training in itertools.product(trials, (True, False)):
-                rows = _rows_of(segment, of_each)
-                on_change = partial(_in_groups, segment.on_change, of_each, size)
-                call, num_rows = partial(_call, module), of_each * segment.unit_size
-                of_single = partial(_in_groups, segment.on_change, of_each, size, apart=True)
-                apart = (of_single, dict[Any, int].fromkeys(segment.shared, size)) if are_apart else None
-                with in_mode(module, training):
-                    require_unmixed_in_call(module, rows, row, num_rows, call, on_change, apart)
+            _between(module, segment).require_unmixed()
+            if size > 1:
+                _between(module, segment, size).require_unmixed()
+                _between(module, segment, size).require_unmixed((of_single, dict.fromkeys(segment.shared, size)))
     except Exception as error:  # whatever its functions make of the numbers
         raise StaysEven(f"{type(module).__name__}, computed with numbers: {type(error).__name__}: {error}") from error
-
-
-def _computes_with_none(module: Any, segment: Segment) -> bool:
-    """Whether the module computes where a rank has no units, in training and evaluation, as numbers prove."""
-    tell = partial(_in_groups, segment.on_change, 1, segment.group_size)
-    rows, call = _rows_of(segment, 1), partial(_call, module)
-    for training in (True, False):
-        with in_mode(module, training):
-            if not computes_with_none(module, rows, segment.row, segment.unit_size, call, tell):
-                return False
-    return True
 
 
 def _is_divisible(module: Any, segment: Segment) -> bool:
@@ -230,11 +214,7 @@ def _is_divisible(module: Any, segment: Segment) -> bool:
     try:
         if not segment.shared or segment.has_other_dropout or segment.dropouts or _is_read(module):
             raise MixesUnitsError("q, k and v are one layer, dropout is within, or its forward is not its class's")
-        rows, on_change = _rows_of(segment, 1), partial(_in_groups, segment.on_change, 1, segment.group_size)
-        call = partial(_call, module)
-        for training in (True, False):
-            with in_mode(module, training):
-                require_divisible(module, rows, segment.shared, segment.row, segment.unit_size, call, on_change)
+        _between(module, segment).require_divisible(segment.shared)
     except Exception as error:
         logger.debug("the heads of a %s are owned whole: %s", type(module).__name__, error)
         return False
@@ -314,7 +294,7 @@ def _checked(adapter: Callable[[Any], Segment | None]) -> SegmentAdapter:
                 raise StaysEven(f"{type(part).__name__} {hooked}")
         if not any(map(_is_read, parts)):
             _require_unmixed(module, segment)
-            if segment.min_units == 0 and not _computes_with_none(module, segment):
+            if segment.min_units == 0 and not _between(module, segment).computes_with_none():
                 return dataclasses.replace(segment, min_units=1)
         return segment
 

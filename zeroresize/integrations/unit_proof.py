@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from zeroresize.integrations.changed_modules import own_hooks_off
 from zeroresize.integrations.lora import wrappers_in
-from zeroresize.integrations.module_state import nothing_kept
+from zeroresize.integrations.module_state import in_mode, nothing_kept
 from zeroresize.layers.divided_heads import Division, marked, whole_heads
 from zeroresize.layers.shared_rows import Span
 from zeroresize.utils.torch_private import gradients_within_modes, is_compiled_module
@@ -164,87 +164,88 @@ def require_unmixed(
             raise MixesUnitsError("a unit has other numbers where there are other units beside it")
 
 
-def require_unmixed_in_call(
-    module: nn.Module,
-    columns: Mapping[Any, Rows],
-    row: Any,
-    num_rows: int,
-    call: Call,
-    on_change: Tell | None,
-    apart: tuple[Tell, Mapping[Any, int]] | None = None,
-) -> None:
-    """Check that between these layers ``call`` mixes no units.
+class Between:
+    """Runs what lies between a segment's layers with numbers, in training and in evaluation.
 
     Args:
-        apart: what tells it instead of ``on_change`` of fewer units, and how often layers then return each.
+        module: that holds it.
+        columns, row, num_rows: as of :class:`Stimulus`.
+        call: runs the module.
+        tell: tells it of its units; None where it counts none.
     """
-    told_of_part, times = apart or (on_change, {})
 
-    def compute(stimulus: Stimulus) -> None:
-        tell = on_change if len(stimulus.units) == NUM_UNITS else told_of_part
-        _call_with(stimulus, module, call, tell)
+    def __init__(
+        self, module: nn.Module, columns: Mapping[Any, Rows], row: Any, num_rows: int, call: Call, tell: Tell | None
+    ) -> None:
+        self._module, self._call, self._tell = module, call, tell
+        self._columns, self._row, self._num_rows = columns, row, num_rows
 
-    require_unmixed(columns, row, num_rows, compute, times)
+    def require_unmixed(self, apart: tuple[Tell, Mapping[Any, int]] | None = None) -> None:
+        """Check that it mixes no units.
 
+        Args:
+            apart: what tells it instead of fewer units, and how often layers then return each.
+        """
+        tell_part, times = apart or (self._tell, {})
 
-def computes_with_none(
-    module: nn.Module, columns: Mapping[Any, Rows], row: Any, num_rows: int, call: Call, on_change: Tell | None
-) -> bool:
-    """Return whether ``call`` computes with no units at all, as on a rank that has given all of them away."""
-    stimulus = Stimulus(columns, row, num_rows, ())
-    with suppress(Exception):  # whatever its functions make of nothing
-        _call_with(stimulus, module, call, on_change)
-    return bool(stimulus.results)
+        def compute(stimulus: Stimulus) -> None:
+            self._compute(stimulus, self._tell if len(stimulus.units) == NUM_UNITS else tell_part)
 
+        for training in (True, False):
+            with in_mode(self._module, training):
+                require_unmixed(self._columns, self._row, self._num_rows, compute, times)
 
-def require_divisible(
-    module: nn.Module,
-    columns: Mapping[Any, Rows],
-    shared: Collection[Any],
-    row: Any,
-    num_rows: int,
-    call: Call,
-    on_change: Tell | None,
-) -> None:
-    """Check that heads may be computed on several ranks, by each for some of the tokens.
+    def computes_with_none(self) -> bool:
+        """Return whether it computes with no units at all, as on a rank that has given all of them away."""
+        stimuli = {training: self._stimulus(()) for training in (True, False)}
+        for training, stimulus in stimuli.items():
+            with in_mode(self._module, training), suppress(Exception):  # whatever its functions make of nothing
+                self._compute(stimulus, self._tell)
+        return all(stimulus.results for stimulus in stimuli.values())
 
-    Args:
-        shared: those of the column-parallel layers that compute keys and values.
-    """
-    units = range(NUM_UNITS)
-    whole = Stimulus(columns, row, num_rows, units)
-    parts = [Stimulus(columns, row, num_rows, units, span=span, shared=shared) for span in _SPANS]
-    for stimulus in (whole, *parts):
-        _call_with(stimulus, module, call, on_change)
-    if not all(part.division.was_attended for part in parts):
-        raise MixesUnitsError("its attention is not torch's scaled_dot_product_attention")
-    for (expected, _), *ones in zip(whole.results, *(part.results for part in parts), strict=True):
-        difference = (expected - torch.stack([values for values, _ in ones]).sum(dim=0)).abs().max()
-        if not difference <= _TOLERANCE * max(1.0, float(expected.abs().max())):
-            raise MixesUnitsError("a token has other numbers where others are computed elsewhere")
+    def require_divisible(self, shared: Collection[Any]) -> None:
+        """Check that heads may be computed on several ranks, by each for some of the tokens.
 
+        Args:
+            shared: those of the column-parallel layers that compute keys and values.
+        """
+        units = range(NUM_UNITS)
+        for training in (True, False):
+            whole, *parts = self._stimulus(units), *(self._stimulus(units, span, shared) for span in _SPANS)
+            with in_mode(self._module, training):
+                for stimulus in (whole, *parts):
+                    self._compute(stimulus, self._tell)
+            if not all(part.division.was_attended for part in parts):
+                raise MixesUnitsError("its attention is not torch's scaled_dot_product_attention")
+            for (expected, _), *ones in zip(whole.results, *(part.results for part in parts), strict=True):
+                difference = (expected - torch.stack([values for values, _ in ones]).sum(dim=0)).abs().max()
+                if not difference <= _TOLERANCE * max(1.0, float(expected.abs().max())):
+                    raise MixesUnitsError("a token has other numbers where others are computed elsewhere")
 
-def _call_with(stimulus: Stimulus, module: nn.Module, call: Call, tell: Tell | None) -> None:
-    """Have a module compute what lies between its layers."""
+    def _stimulus(self, units: Sequence[int], span: Span = (0, _NUM_TOKENS), shared: Collection[Any] = ()) -> Stimulus:
+        return Stimulus(self._columns, self._row, self._num_rows, units, span=span, shared=shared)
 
-    def read(x: Any, *_: Any) -> None:
-        stimulus.record(x)
-        raise _Reached
+    def _compute(self, stimulus: Stimulus, tell: Tell | None) -> None:
+        """Have the module compute from a stimulus, once it is told of its units."""
 
-    row, wrappers = stimulus.row, wrappers_in(module)  # what LoRA adds is of the units, as what it is added to
-    x = torch.ones(*_BATCH, row.even_shape[0], dtype=torch.float64, device=stimulus.device)
-    is_compiled = any(map(is_compiled_module, module.modules()))
-    eagerly = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
-    kept = nothing_kept(module, but_for_attributes=True)
-    gradients = torch.set_grad_enabled(module.training)
-    with own_hooks_off(module), kept, gradients, eagerly, WatchedFunctions(_without_dropout):
-        if tell is not None:
-            tell(list(range(len(stimulus.units))))
-        for layer in stimulus.columns:
-            vars(wrappers.get(layer, layer))["forward"] = lambda *_, layer=layer: stimulus.output_of(layer)
-        vars(wrappers.get(row, row))["forward"] = read
-        with suppress(_Reached):
-            call(x)
+        def read(x: Any, *_: Any) -> None:
+            stimulus.record(x)
+            raise _Reached
+
+        module, row, wrappers = self._module, self._row, wrappers_in(self._module)  # LoRA's add what is of the units
+        x = torch.ones(*_BATCH, row.even_shape[0], dtype=torch.float64, device=stimulus.device)
+        is_compiled = any(map(is_compiled_module, module.modules()))
+        eagerly = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
+        kept = nothing_kept(module, but_for_attributes=True)
+        gradients = torch.set_grad_enabled(module.training)
+        with own_hooks_off(module), kept, gradients, eagerly, WatchedFunctions(_without_dropout):
+            if tell is not None:
+                tell(list(range(len(stimulus.units))))
+            for layer in self._columns:
+                vars(wrappers.get(layer, layer))["forward"] = lambda *_, layer=layer: stimulus.output_of(layer)
+            vars(wrappers.get(row, row))["forward"] = read
+            with suppress(_Reached):
+                self._call(x)
 
 
 class WatchedFunctions(TorchFunctionMode):

@@ -12,12 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import (
-    gather_from_sequence_region,
-    group_rank,
-    group_size,
-    scatter_to_sequence_region,
-)
+from zeroresize.comm.collectives import gather_along, group_rank, group_size, scatter_along
 from zeroresize.kernels.probe import Probes
 from zeroresize.layers.compiled_products import CompiledForwards, compiled_column_products, compiled_row_products
 from zeroresize.layers.divided_heads import whole_heads, with_divided_heads
@@ -334,7 +329,7 @@ class BalancedLinear:
         """
         if sequence_dim is not None:
             sums = self.is_lent_from  # lent products arrive within our sum
-            x = gather_from_sequence_region(x, self.process_group, sequence_dim, sums=not sums)
+            x = gather_along(x, self.process_group, sequence_dim, sums=not sums)
         if torch.compiler.is_compiling():
             y = self._products_in_graph(compiled_column_products, x, bias, sums)
         else:
@@ -361,7 +356,7 @@ class BalancedLinear:
         if sequence_dim is not None:
             sums = self.is_lent_from
             y = self.row_products(x, bias, sums=sums)
-            return scatter_to_sequence_region(y, self.process_group, sequence_dim, sums=not sums)
+            return scatter_along(y, self.process_group, sequence_dim, sums=not sums)
         if torch.compiler.is_compiling():
             return self._products_in_graph(compiled_row_products, x, bias, sums)
         return self._products_now(row_parallel_products, x, bias, sums)

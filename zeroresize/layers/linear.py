@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from zeroresize.comm.collectives import (
-    gather_from_tp_region,
+    gather_along,
     group_rank,
     group_ranks,
     group_size,
     require_group,
-    scatter_to_tp_region,
+    scatter_along,
 )
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.local_parts import on_tokens
@@ -212,7 +212,7 @@ class ColumnParallelLinear(ParallelLinear):
 
     def _forward(self, x: Tensor) -> Tensor:
         y = self.column_products(x, self.bias)
-        return gather_from_tp_region(y, self.process_group) if self.gather_output else y
+        return gather_along(y, self.process_group, -1) if self.gather_output else y
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, gather_output={self.gather_output}"
@@ -280,7 +280,7 @@ class RowParallelLinear(ParallelLinear):
 
     def _forward(self, x: Tensor) -> Tensor:
         if not self.input_is_parallel:
-            x = scatter_to_tp_region(x, self.process_group)
+            x = scatter_along(x, self.process_group, -1)
         y = self.row_products(x)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 

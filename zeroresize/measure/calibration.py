@@ -35,8 +35,8 @@ from zeroresize.utils.torch_state import synchronize
 #: Shares of its columns that one rank lends in the calibration. The cost is taken to be a straight line through them.
 _LENT = (0.25, 0.75)
 
-#: For each layer of a segment, roughly, when copies are measured.
-_COPIES_BUDGET_S = 0.1
+#: Seconds, roughly: for what pruning costs, and for each layer of a segment when copies are measured.
+_BUDGET_S, _COPIES_BUDGET_S = 1.0, 0.1
 
 logger = logging.getLogger(__name__)
 
@@ -92,9 +92,7 @@ def calibrate_group(
 # ---- pruning --------------------------------------------------------------------------------------------------------
 
 
-def measure_resizing_cost(
-    layers: Mapping[str, BalancedLinear], config: BalanceConfig, budget_s: float = 1.0
-) -> ResizingCost:
+def measure_resizing_cost(layers: Mapping[str, BalancedLinear], config: BalanceConfig) -> ResizingCost:
     """Measure what pruning costs this rank at ``NUM_POINTS`` ratios from 0 to γ_max, over all layers together.
 
     The products run through the layers' probes, so injected slowness counts as it does in training. A fused kernel
@@ -103,7 +101,6 @@ def measure_resizing_cost(
 
     Args:
         layers: of which those are measured that ran training forwards in the last iteration.
-        budget_s: seconds it may take, roughly.
     """
     if any(layer.moves_only for layer in layers.values()):
         return ResizingCost.linear(config.max_ratio)
@@ -118,7 +115,7 @@ def measure_resizing_cost(
     for shape, count in counts.items():
         plans = [_spread_plan(ratio, shape, config) for ratio in spread_ratios(config.max_ratio)]
         cases = [(shape, plan) for plan in plans]
-        measured = time_in_turn(examples[shape], cases, budget_s / len(counts), fewest_tokens=FIRST_TOKENS // 2)
+        measured = time_in_turn(examples[shape], cases, _BUDGET_S / len(counts), fewest_tokens=FIRST_TOKENS // 2)
         for point, (plan, rounds) in enumerate(zip(plans, measured, strict=True)):
             pruned[point] += count * shape.work * (plan.pruned_share if plan else 0.0)
             # The fastest round counts, as noise only adds time.

@@ -63,13 +63,14 @@ def measure_messages(process_group: ProcessGroup, device: torch.device, over: Ch
     def send_on(sent: Tensor, received: Tensor) -> None:
         _carry({(rank + 1) % num_ranks: sent}, {(rank - 1) % num_ranks: received}, process_group, over)
 
-    figures = _figures(send_on, _LARGE, _ROUNDS, _where(process_group, device, over))
+    where = message_device(process_group, device) if over is None else torch.device("cpu")
+    figures = _figures(send_on, _LARGE, _ROUNDS, where)
     table = meet_over(process_group, device, over)(*figures)
     return MoveCost(*(max(column) for column in zip(*table, strict=True)))
 
 
 def measure_neighbour_links(
-    process_group: ProcessGroup, device: torch.device, over: Channel | None = None, *, num_bytes: int = _SMALL**2
+    process_group: ProcessGroup, device: torch.device, *, num_bytes: int = _SMALL**2
 ) -> tuple[MoveCost, ...]:
     """Measure what a message between each two neighbouring ranks takes, as stages of a pipeline send them; collective.
 
@@ -80,7 +81,6 @@ def measure_neighbour_links(
 
     Args:
         device: where activations lie.
-        over: another transport between these ranks, of tensors on the CPU; None for the group itself.
         num_bytes: of the large message, above 1 KiB; best about as many as activations have.
 
     Returns:
@@ -94,24 +94,22 @@ def measure_neighbour_links(
     if num_bytes <= _SMALL:
         raise ValueError(f"num_bytes={num_bytes} is not allowed: wanted are more than {_SMALL}")
     rank, num_ranks = group_rank(process_group), group_size(process_group)
-    where = _where(process_group, device, over)
+    where = message_device(process_group, device)
     figures = 0.0, 0.0
     for turn in (0, 1):
         if rank % 2 == turn and rank + 1 < num_ranks:
-            carry = partial(_round_trip, rank + 1, True, process_group, over)
+            carry = partial(_round_trip, rank + 1, True, process_group)
             per_byte_s, small_s = _figures(carry, num_bytes, _ROUND_TRIPS, where)
             figures = per_byte_s / 2, small_s / 2
         elif rank % 2 != turn and rank > 0:
-            _figures(partial(_round_trip, rank - 1, False, process_group, over), num_bytes, _ROUND_TRIPS, where)
-    table = [figures] if num_ranks == 1 else meet_over(process_group, device, over)(*figures)
+            _figures(partial(_round_trip, rank - 1, False, process_group), num_bytes, _ROUND_TRIPS, where)
+    table = [figures] if num_ranks == 1 else meet_over(process_group, device)(*figures)
     return tuple(MoveCost(per_byte_s, small_s) for per_byte_s, small_s in table[:-1])
 
 
-def _round_trip(
-    peer: int, is_first: bool, process_group: ProcessGroup, over: Channel | None, sent: Tensor, received: Tensor
-) -> None:
+def _round_trip(peer: int, is_first: bool, process_group: ProcessGroup, sent: Tensor, received: Tensor) -> None:
     for sends in (is_first, not is_first):
-        _carry({peer: sent} if sends else {}, {} if sends else {peer: received}, process_group, over)
+        _carry({peer: sent} if sends else {}, {} if sends else {peer: received}, process_group)
 
 
 def _figures(
@@ -132,13 +130,12 @@ def _figures(
 
 
 def _carry(
-    sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], process_group: ProcessGroup, over: Channel | None
+    sends: Mapping[int, Tensor],
+    receives: Mapping[int, Tensor],
+    process_group: ProcessGroup,
+    over: Channel | None = None,
 ) -> None:
     for error in wait_for_all(start_messages(sends, receives, process_group, over)).values():
         raise error
     for tensor in (*sends.values(), *receives.values()):
         synchronize(tensor.device)
-
-
-def _where(process_group: ProcessGroup, device: torch.device, over: Channel | None) -> torch.device:
-    return message_device(process_group, device) if over is None else torch.device("cpu")

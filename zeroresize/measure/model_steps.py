@@ -10,7 +10,6 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +23,7 @@ from zeroresize.measure.step_timer import StepTimer
 from zeroresize.policy.slowness.windows import WatchedStep
 from zeroresize.policy.tensor.estimation.times import StepTimes
 from zeroresize.utils.torch_private import current_backward, is_compiled_module
-from zeroresize.utils.torch_state import remove_all
+from zeroresize.utils.torch_state import remove_all, tensors_in
 
 _T = TypeVar("_T")
 
@@ -36,8 +35,6 @@ _PRODUCTS_OF_FORWARD = 3.0
 _MOST_PRODUCTS = 32
 #: Of so many parameters, far from each other, any tells that a backward is under way.
 _MOST_PARAMETERS = 2
-#: A result is searched for tensors down to so many levels.
-_MOST_NESTED = 4
 
 
 class ModelSteps:
@@ -140,23 +137,9 @@ def _hear_of_backward(module: nn.Module, args: Any, result: Any) -> None:
     """The gradient of a model's result tells that a backward has begun."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return
-    tensor = next((tensor for tensor in _tensors_in(result) if tensor.requires_grad), None)
+    tensor = next((tensor for tensor in tensors_in(result) if tensor.requires_grad), None)
     if tensor is not None:
         tensor.register_hook(_backward_is_under_way)
-
-
-def _tensors_in(value: Any, level: int = 0) -> Iterator[Tensor]:
-    """Yield the tensors of a model's result: of mappings, sequences and dataclasses, nested or not."""
-    if isinstance(value, Tensor):
-        yield value
-    elif level < _MOST_NESTED:
-        parts: Iterable[Any] = value if isinstance(value, list | tuple) else ()
-        if isinstance(value, dict):
-            parts = value.values()
-        elif is_dataclass(value) and not isinstance(value, type):
-            parts = [getattr(value, field.name) for field in fields(value)]
-        for part in parts:
-            yield from _tensors_in(part, level + 1)
 
 
 def _some(known: Sequence[_T], most: int) -> list[_T]:

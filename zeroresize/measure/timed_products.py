@@ -169,9 +169,7 @@ def time_in_turn(
     return [[(scale * all_s, scale * gemm_s) for all_s, gemm_s in of_case] for of_case in zip(*rounds, strict=True)]
 
 
-def compare_products(
-    layers: Mapping[str, BalancedLinear], num_tokens: Mapping[str, int], budget_s: float = BUDGET_S
-) -> float | None:
+def compare_products(layers: Mapping[str, BalancedLinear], num_tokens: Mapping[str, int]) -> float | None:
     """Measure how many times as long the products of all layers take as they would at even shares.
 
     Every pair of an even and a present shape is measured once for all layers that have it, with random numbers; fewer
@@ -180,7 +178,6 @@ def compare_products(
     Args:
         layers: balanced layers by name.
         num_tokens: T of a forward by layer; layers without any do not count.
-        budget_s: seconds it may take, roughly.
 
     Returns:
         The ratio; None where there is nothing to compare, or the clock did not advance; or where layers compute by
@@ -204,7 +201,7 @@ def compare_products(
     even_s = present_s = 0.0
     for pair, count in counts.items():
         cases = [(shape, None) for shape in pair if shape.work > 0]
-        in_turn = time_in_turn(examples[pair], cases, budget_s / len(counts), least_s=_LEAST_SAMPLE_S)
+        in_turn = time_in_turn(examples[pair], cases, BUDGET_S / len(counts), least_s=_LEAST_SAMPLE_S)
         even, *present = (statistics.median(seconds for seconds, _ in of_case) for of_case in in_turn)
         even_s += count * even * examples[pair].even_part
         present_s += computed[pair] * sum(present)

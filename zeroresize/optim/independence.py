@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zeroresize.optim.optimizers import kinds_of, with_inner
 from zeroresize.optim.trial import NoTrialError, why_steps_differ
 
 _OptimizerT = TypeVar("_OptimizerT", bound=type)
@@ -22,10 +23,8 @@ _OptimizerT = TypeVar("_OptimizerT", bound=type)
 _TORCHS = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 #: Adam's and SGD's kernels, which need not be compiled for a trial then.
 _COLOSSALAIS = ("cpu_adam.CPUAdam", "fused_adam.FusedAdam", "fused_sgd.FusedSGD", "hybrid_adam.HybridAdam")
-#: Packages whose wrappers of optimizers scale and clip, and have the optimizer in this attribute.
-_WRAPPERS = {"colossalai": "optim", "accelerate": "optimizer", "megatron": "optimizer", "deepspeed": "optimizer"}
-#: Where other wrappers have it.
-_WITHIN = ("optim", "optimizer")
+#: Packages whose wrappers of optimizers scale and clip.
+_SCALING = {"colossalai", "accelerate", "megatron", "deepspeed"}
 
 _known: set[type] = {getattr(torch.optim, name) for name in _TORCHS}
 #: By the user's word.
@@ -102,17 +101,15 @@ def _why_not(optimizer: Any, tensors: Iterable[Tensor], *, by_element: bool) -> 
         by, lacking = "parameter by parameter", "does not step parameter by parameter"
     inner = optimizer
     try:
-        while (attribute := _wrapper_of(inner)) or not isinstance(inner, Optimizer):
-            within = getattr(inner, attribute) if attribute else _within(inner)
-            if attribute is None and type(inner) not in said:
-                what = "it is a wrapper of an optimizer that is not known"
-                raise NoTrialError(what if within else "it is no torch.optim.Optimizer and holds none")
-            if within is None:
-                return None
-            inner = within
+        for inner in (held := with_inner(optimizer)):
+            is_known = type(inner) in said or any(root in _SCALING for root, _ in kinds_of(inner))
+            if inner is not held[-1] and not is_known:
+                raise NoTrialError("it is a wrapper of an optimizer that is not known")
+        if not isinstance(inner, Optimizer) and type(inner) not in said:
+            raise NoTrialError("it is no torch.optim.Optimizer and holds none")
         is_known = type(inner) in said or _is_known(type(inner))
         reason = None if is_known else why_steps_differ(inner, tensors, by_element=by_element)
-    except NoTrialError as error:
+    except (NoTrialError, ValueError) as error:  # or a wrapper of several
         return (
             f"the optimizer {_name(inner)} is not known to treat tensors {by}: {error}. If it does, say so by "
             f"zeroresize.{call}({type(inner).__name__})"
@@ -122,20 +119,6 @@ def _why_not(optimizer: Any, tensors: Iterable[Tensor], *, by_element: bool) -> 
 
 def _name(optimizer: Any) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-
-
-def _wrapper_of(optimizer: Any) -> str | None:
-    """The attribute of a known host's wrapper that holds the optimizer; None if it is no such wrapper."""
-    for kind in type(optimizer).__mro__:
-        attribute = _WRAPPERS.get(kind.__module__.partition(".")[0])
-        if attribute is not None and isinstance(getattr(optimizer, attribute, None), Optimizer):
-            return attribute
-    return None
-
-
-def _within(wrapper: Any) -> Any:
-    """What another wrapper holds; None if nothing is known of it."""
-    return next((one for one in (getattr(wrapper, name, None) for name in _WITHIN) if one is not None), None)
 
 
 def _is_known(kind: type) -> bool:

@@ -56,12 +56,14 @@ class Reducer(Protocol):
 
     def beside(self) -> Iterable[Tensor]:
         """Yield the tensors that it has put beside parameters as their attributes, and makes anew."""
+        return ()
 
     def note_step(self) -> None:
         """Note that a step has used what gradients its buffers hold."""
 
     def bytes_to_rebuild(self, num_more: int) -> int:
         """Return the bytes that it takes beside what it has, where this rank gets so many elements more."""
+        return 0
 
     def drop(self) -> None:
         """Let go of what is made for the present shapes; no collective."""
@@ -70,8 +72,8 @@ class Reducer(Protocol):
         """Make it anew for the shapes that parameters have now; no collective."""
 
 
-class ReducerOfDdp:
-    """The reducer of torch's DistributedDataParallel."""
+class ReducerOfDdp(Reducer):
+    """The reducer of torch's DistributedDataParallel, whose buckets are made in the next backward."""
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
         self._wrapper, self.process_group = wrapper, wrapper.process_group
@@ -82,15 +84,6 @@ class ReducerOfDdp:
 
     def why_not_rebuilt(self) -> str | None:
         return why_ddp_cannot_be_rebuilt(self._wrapper)
-
-    def beside(self) -> Iterable[Tensor]:
-        return ()
-
-    def note_step(self) -> None:
-        """Gradients are the parameters' own, which move."""
-
-    def bytes_to_rebuild(self, num_more: int) -> int:
-        return 0  # buckets are made in the next backward, as memory of gradients
 
     def drop(self) -> None:
         drop_reducer_of_ddp(self._wrapper)

@@ -7,9 +7,8 @@ the same for all ranks, and what is refused.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -214,16 +213,6 @@ class Description:
     def kept_values(self, device: torch.device) -> dict[str, Any]:
         """Return the values that ``kept`` stands for, by key, for a parameter on ``device``."""
         return {key: _kept_value(value, device) for key, value in self.kept.items()}
-
-
-def descriptions_to_json(descriptions: Sequence[Description]) -> str:
-    """Return a text that :func:`descriptions_from_json` reads."""
-    return json.dumps([asdict(description) for description in descriptions])
-
-
-def descriptions_from_json(text: str) -> list[Description]:
-    """Return what :func:`descriptions_to_json` was given."""
-    return [Description(**fields) for fields in json.loads(text)]
 
 
 def agreed_descriptions(of_ranks: Sequence[Sequence[Description]]) -> list[Description]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -138,7 +137,7 @@ def find_activations(layers: Sequence[nn.Module], batch_of: BatchOf, sizes: Sequ
     activations: list[HandedOn] = []
     with torch.no_grad():
         for number, layer in enumerate(layers[:-1]):
-            name, hollow = f"layer {number} ({type(layer).__name__})", _on_meta(layer)
+            name, hollow = f"layer {number} ({type(layer).__name__})", copied_on_meta(layer, torch.device("meta"))
             xs = [_called(name, hollow, x, batch) for x, batch in zip(xs, batches, strict=True)]
             activations.append(_followed(name, list(map(as_tuple, xs)), runs, sizes))
     return activations
@@ -197,9 +196,11 @@ def _kind_of(value: object) -> str:
     return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def _on_meta(layer: nn.Module) -> nn.Module:
-    memo: dict[int, object] = {}
-    for tensor in itertools.chain(layer.parameters(), layer.buffers()):
-        hollow = torch.empty_like(tensor, device="meta")
-        memo[id(tensor)] = nn.Parameter(hollow, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else hollow
+def copied_on_meta(layer: nn.Module, buffers_on: torch.device) -> nn.Module:
+    """Return a copy with parameters on meta, and buffers on a device: the same where they are there already."""
+    memo: dict[int, object] = {
+        id(tensor): nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
+        for tensor in layer.parameters()
+    }
+    memo |= {id(buffer): buffer.to(buffers_on) for buffer in layer.buffers()}
     return copy.deepcopy(layer, memo)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroresize.comm.collectives import all_reduce, message_device
+from zeroresize.integrations.module_state import in_mode
 from zeroresize.optim.gradient_clipping import norm_of_replicated, scale_gradients
 from zeroresize.plan.strategy import Strategy
 from zeroresize.resharding.agreement import let_others_know, make_alike, meet_over
@@ -134,7 +135,7 @@ class StepTrainer:
             list(layers.values()), min(layers), self._activations, pipeline, model.device, seed, recompute=recompute
         )
         if instructions is None:
-            with _evaluating(layers.values()):
+            with in_mode(nn.ModuleList(layers.values()), False):
                 mean = stage.evaluate(batches, self._part_of_mean)
         else:
             mean = stage.train(instructions, batches, self._part_of_mean)
@@ -206,18 +207,6 @@ def clip_grad_norm_(model: SwitchableModel, max_norm: float) -> Tensor:
     norm = grad_norm(model)
     scale_gradients(list(model.parameters()), max_norm, norm)
     return norm
-
-
-@contextmanager
-def _evaluating(layers: Iterable[nn.Module]) -> Iterator[None]:
-    modules = [module for layer in layers for module in layer.modules() if module.training]
-    for module in modules:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.training = True
 
 
 def require_ready_to_train(model: SwitchableModel, optimizer: torch.optim.Optimizer) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from zeroresize.utils.hashing import fingerprint
 
+#: Tensors are searched for down to so many levels of containers.
+_MOST_NESTED = 8
 #: Of torch's allocator on the CPU, of C++, of the C library, and of threads, whose stacks are memory.
 _TEXTS = ("can't allocate memory", "std::bad_alloc", "Cannot allocate memory", "can't start new thread")
 
@@ -51,6 +54,20 @@ def seconds_when_done(device: torch.device) -> float:
 def fingerprint_of_bits(tensor: Tensor) -> float:
     """Return a whole number of 52 bits, equal for tensors of the same bits."""
     return fingerprint(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+
+
+def tensors_in(value: Any, level: int = 0) -> Iterator[Tensor]:
+    """Yield the tensors in mappings, sequences and dataclasses, nested or not."""
+    if isinstance(value, Tensor):
+        yield value
+    elif level < _MOST_NESTED:
+        parts: Iterable[Any] = value if isinstance(value, list | tuple) else ()
+        if isinstance(value, Mapping):
+            parts = value.values()
+        elif is_dataclass(value) and not isinstance(value, type):
+            parts = [getattr(value, field.name) for field in fields(value)]
+        for part in parts:
+            yield from tensors_in(part, level + 1)
 
 
 def remove_all(handles: Iterable[Any]) -> None:

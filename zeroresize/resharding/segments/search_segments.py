@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ from zeroresize.utils.torch_private import is_dtensor
 
 logger = logging.getLogger(__name__)
 
+#: What ranks agree on before they hold whole units of what torch has cut elsewhere, in words of an error.
+WHOLE_UNITS = "the units that ranks are to hold whole"
 #: So many layers a log line names.
 _MOST_NAMED = 4
 
@@ -83,7 +85,7 @@ def _hold_whole_units(segments: Sequence[OwnedSegment], process_group: ProcessGr
                 raise ValueError(f"{where.name} has a gradient, and ranks hold other rows of it now: convert before")
         return {segment.name: (segment.layers, segment.owned.counts) for segment in segments}
 
-    _agree_on_whole_units(plan, process_group, device)
+    make_alike(meet_over(process_group, device), plan, lambda made: made, WHOLE_UNITS)
     for segment in segments:
         cut = [(where, held_at_home(where, segment.owned)) for where in segment.cut]
         for where, (held, begins) in cut:
@@ -102,22 +104,6 @@ def _whole(where: UnitTensor, process_group: ProcessGroup) -> Tensor:
         whole: Tensor = parameter.full_tensor()
         return whole
     return whole_of_ranks(parameter, where.dim, where.owner)
-
-
-def tell_waiting_ranks(error: Exception, process_group: ProcessGroup, device: torch.device) -> None:
-    """Let ranks fail, too, that are about to hold whole units, as this one has failed; raises what it is given."""
-
-    def fail() -> dict[str, Any]:
-        raise error
-
-    _agree_on_whole_units(fail, process_group, device)
-
-
-def _agree_on_whole_units(
-    plan: Callable[[], dict[str, Any]], process_group: ProcessGroup, device: torch.device
-) -> None:
-    meet = meet_over(process_group, device)
-    make_alike(meet, plan, lambda made: made, "the units that ranks are to hold whole")
 
 
 def log_staying_even(staying_even: Mapping[str, str]) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroresize.comm.collectives import group_rank, group_size
-from zeroresize.integrations.module_state import restored
+from zeroresize.integrations.module_state import in_mode, random_restored, restored
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.local_parts import local_in_graph, local_of
 from zeroresize.layers.segment import OwnedSegment
@@ -31,6 +31,7 @@ from zeroresize.resharding.ranks import Ranks, TogetherError
 from zeroresize.resharding.segments.in_float64 import in_float64, require_replaceable, to_float64
 from zeroresize.resharding.segments.muted_draws import MutedDraws, require_drawn_alike
 from zeroresize.resharding.units.moving_units import move_units
+from zeroresize.utils.torch_state import tensors_in
 
 #: Outputs and gradients.
 _Results = tuple[list[Tensor], list[Tensor]]
@@ -161,10 +162,8 @@ class _Check:
     ) -> None:
         self._model, self._segments, self._batch, self._forward = model, segments, batch, forward
         self._ranks = Ranks(segments[0].modules[-1].process_group, segments[0].tensors[0].parameter.device)
-        self._devices = sorted({parameter.device.index for parameter in model.parameters() if parameter.is_cuda})
         self._buffers: list[tuple[Tensor, Tensor]] = []
         self._draws_at_home: MutedDraws | None = None
-        self._seeds = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in self._devices]
 
     def run(self) -> list[SegmentCheck]:
         """Check every segment."""
@@ -172,15 +171,14 @@ class _Check:
         kept = (buffer for buffer in self._model.buffers() if id(buffer) not in of_units)
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in kept]
         homes = [(segment, segment.owned, segment.shares) for segment in self._segments]
-        divisible = [segment for segment in self._segments if segment.owned.slices > 1]
-        modes = {layer: layer.training for segment in divisible for layer in segment.modules}
-        for layer in modes:
-            layer.training = True  # else ranks compute all tokens of what they hold
+        divisible = (segment for segment in self._segments if segment.owned.slices > 1)
+        training = nn.ModuleList(layer for segment in divisible for layer in segment.modules)
         for layer in self._model.modules():
             if isinstance(layer, BalancedLinear) and not layer.is_column_parallel:
                 layer.watch_forward = lambda *_: self._ranks.arrive("a row-parallel layer")
         try:
-            with torch.random.fork_rng(devices=self._devices), streams_of_all():
+            # In evaluation ranks would compute all tokens of what they hold.
+            with in_mode(training, True), streams_of_all():
                 expected = self._compute_expected()
                 return [self._check_segment(segment, expected) for segment in self._segments]
         finally:
@@ -188,8 +186,6 @@ class _Check:
                 was_away, segment.owned, segment.shares = segment.owned != owned, owned, shares
                 if was_away:
                     segment.follow(self._ranks.rank)
-            for layer, is_training in modes.items():
-                layer.training = is_training
 
     def _compute_expected(self) -> _Results:
         """Outputs and gradients at even shares."""
@@ -251,16 +247,14 @@ class _Check:
         self._model.zero_grad()
         for buffer, was in self._buffers:
             buffer.copy_(was)
-        torch.set_rng_state(self._seeds[0])
-        for device, state in zip(self._devices, self._seeds[1], strict=True):
-            torch.cuda.set_rng_state(state, device)
 
         def forward() -> tuple[list[Tensor], Tensor]:
-            outputs = list(map(local_in_graph, _tensors_of(self._forward(self._model, self._batch))))
+            tensors = tensors_in(self._forward(self._model, self._batch))
+            outputs = [local_in_graph(each) for each in tensors if each.is_floating_point()]
             return outputs, _weighted(outputs)
 
         without_autocast = torch.autocast(self._ranks.device.type, enabled=False)
-        with MutedDraws() as draws:
+        with random_restored(self._model), MutedDraws() as draws:
             with restored(self._model), torch.enable_grad(), without_autocast:
                 outputs, loss = self._ranks.together(forward, meets=True)
             loss.backward()
@@ -313,19 +307,6 @@ def _call(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, list | tuple) else model(batch)
-
-
-def _tensors_of(value: Any) -> Iterator[Tensor]:
-    """The floating-point tensors in what a model returns."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors_of(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors_of(item)
 
 
 def _weighted(outputs: Sequence[Tensor]) -> Tensor:

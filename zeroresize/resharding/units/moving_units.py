@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -34,8 +34,6 @@ from zeroresize.resharding.parameter_state import (
     Description,
     ParameterState,
     agreed_descriptions,
-    descriptions_from_json,
-    descriptions_to_json,
     why_of_fixed_size,
 )
 from zeroresize.resharding.parcels import End, Pair, Parcel, RankRounds, copy_units
@@ -470,10 +468,12 @@ class UnitMove(Transaction):
         self.plan = fingerprint(json.dumps([max_bytes, plans]))
 
     def describe(self) -> str:
-        return descriptions_to_json([moving.contents.description for moving in self._parameters])
+        return json.dumps([asdict(moving.contents.description) for moving in self._parameters])
 
     def agree(self, descriptions: Iterable[str]) -> None:
-        agreed = agreed_descriptions(list(map(descriptions_from_json, descriptions)))
+        agreed = agreed_descriptions(
+            [[Description(**fields) for fields in json.loads(of_rank)] for of_rank in descriptions]
+        )
         parcels: list[Parcel] = []
         #: The stack of each parcel, and the route.
         self._travelling: list[tuple[_MovingParameter, tuple[str, int], Pair]] = []

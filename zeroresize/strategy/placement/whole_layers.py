@@ -20,6 +20,7 @@ from zeroresize.layers.segment import Segment
 from zeroresize.layers.splitting import checked_parts
 from zeroresize.layers.whole_parameters import path_of, require_references_within_stages, require_whole_parameters
 from zeroresize.plan.layout import TensorSpec, UnitDivision
+from zeroresize.runtime.activations import copied_on_meta
 from zeroresize.utils.torch_private import parameters_of, unsaved_buffers_of
 
 #: ``segments(number, layer)`` tells which linear layers of a layer are divided, and by which units.
@@ -158,7 +159,7 @@ class WholeLayers:
                 if (name, tuple(parameter.shape), parameter.dtype) != known:
                     raise ValueError(f"initialize({number}, layer) changed {tensor.spec.name}: it may only fill it")
                 part(index, tensor, filled.setdefault(first_of[index], parameter) if index in first_of else parameter)
-            on_meta = _copied(whole, device)
+            on_meta = copied_on_meta(whole, device)
             self._layers[number] = on_meta if self.compute_dtype is None else on_meta.to(self.compute_dtype)
 
     def shard(
@@ -170,7 +171,7 @@ class WholeLayers:
             process_group: the tensor-parallel group.
             units: that the rank holds of the layer's parameters, by their name within the layer.
         """
-        layer = _copied(self._layers[number], device)
+        layer = copied_on_meta(self._layers[number], device)
         shapes = {
             tensor.own_name: tensor.spec.local_shape(len(units[tensor.own_name]))
             for tensor in self.tensors
@@ -279,16 +280,6 @@ def _require_constant_buffers(layers: Sequence[nn.Module]) -> None:
                         f"{path_of(number, name)} is a buffer that state dictionaries hold, and what it comes to hold "
                         "would be lost in a switch: allowed are constant ones, register_buffer(..., persistent=False)"
                     )
-
-
-def _copied(layer: nn.Module, device: torch.device) -> nn.Module:
-    """A copy with parameters on meta, which shares the buffers."""
-    memo: dict[int, object] = {
-        id(tensor): nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
-        for tensor in layer.parameters()
-    }
-    memo |= {id(buffer): buffer.to(device) for buffer in layer.buffers()}
-    return copy.deepcopy(layer, memo)
 
 
 def _shard_linear(

@@ -19,6 +19,7 @@ from zeroresize.resharding.parameter_state import (
     Description,
     ParameterState,
     agreed_descriptions,
+    groups_of,
     require_movable_state,
     set_state,
     settings_of,
@@ -61,15 +62,13 @@ class OptimizerMove(FlowMove):
         self._optimizer = require_movable_state(
             optimizer, {names[number]: master for number, master in before.masters.items()}
         )
-        groups = [] if self._optimizer is None else self._optimizer.param_groups
-        known = {id(master): number for number, master in before.masters.items()}
-        stepped = [(known.get(id(each)), index) for index, group in enumerate(groups) for each in group["params"]]
-        if others := sum(number is None for number, _ in stepped):
+        groups = groups_of(self._optimizer)
+        #: The parameter group of each tensor.
+        self._group_of = {number: groups[id(each)] for number, each in before.masters.items() if id(each) in groups}
+        if others := len(groups) - len(self._group_of):
             raise ValueError(
                 f"the optimizer steps {others} tensors that are no parameters of the model's optimizer strategy"
             )
-        #: The parameter group of each tensor.
-        self._group_of = {number: index for number, index in stepped if number is not None}
         for number, master in before.masters.items():
             if master.grad is not None:
                 raise ValueError(f"{names[number]} has a gradient: call optimizer.zero_grad() before")
