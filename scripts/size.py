@@ -25,12 +25,12 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 49_928,
+    "package lines": 49_984,
     "package files": 283,
-    "package code lines": 32_408,
-    "tests lines": 49_500,
+    "package code lines": 32_455,
+    "tests lines": 49_939,
     "examples lines": 13_319,
-    "docs lines": 5_010,
+    "docs lines": 5_011,
     "tuning constants": 148,
 }
 

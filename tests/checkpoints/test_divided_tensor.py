@@ -15,6 +15,8 @@ from helpers.parallel_layers import block, segments_of, uneven
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import zeroresize as zr
 from zeroresize.checkpoints.checksums import CHECKSUMS, Checksums
@@ -25,6 +27,7 @@ from zeroresize.checkpoints.divided_tensor import (
     unit_pieces,
 )
 from zeroresize.resharding.units.moving_units import move_units
+from zeroresize.utils.torch_private import strided_shard
 
 pytestmark = pytest.mark.slow
 
@@ -176,3 +179,28 @@ def test_of_a_shard_only_the_padding_that_lies_in_it_counts():
         assert TensorDivision(0, 10, lambda: [Piece(5, 0, 5)], 1, lambda rows=rows: rows).held() == held
         division = TensorDivision(1, 10, lambda: [Piece(5, 0, 5)], 1, lambda rows=rows: rows)
         assert division.held() == ([Piece(5, 0, 5)] if rows != (6, 6) else (), rows[0], 6)
+
+
+@on_ranks(4)
+def test_dtensors_of_parts_are_saved_and_loaded_whole(rank, group, *, tmp_path):
+    """Ranks hold a share of each part, as of gate and up in one; ``fully_shard`` may have divided rows besides."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    whole = torch.arange(6.0 * 12 * 2).view(6, 12, 2)
+    for number, (mesh, placements) in enumerate(
+        [
+            (grid["tp"], [strided_shard(1, 3)]),
+            (grid["tp"], [strided_shard(0, 3)]),
+            (grid, [Replicate(), strided_shard(1, 2)]),
+            (grid, [Shard(0), strided_shard(1, 2)]),
+            (grid, [strided_shard(1, 2), Shard(1)]),  # one division of what the other has left, by no parts
+        ]
+    ):
+        model, other = nn.Module(), nn.Module()
+        model.weight = nn.Parameter(distribute_tensor(whole, mesh, placements))
+        other.weight = nn.Parameter(distribute_tensor(torch.zeros_like(whole), mesh, placements))
+        dcp.save(zr.sharded_state_dict(model), checkpoint_id=tmp_path / str(number))
+        read = {"weight": torch.zeros_like(whole)}
+        dcp.load(read, checkpoint_id=tmp_path / str(number), no_dist=True)
+        assert torch.equal(read["weight"], whole), placements
+        dcp.load(zr.sharded_state_dict(other), checkpoint_id=tmp_path / str(number))
+        assert torch.equal(other.weight.to_local(), model.weight.to_local()), placements

@@ -128,6 +128,73 @@ def test_interleaved_experts_with_biases_train_as_whole_though_the_host_adds_a_b
         torch.testing.assert_close(reloaded.state_dict()[name], value, atol=1e-9, rtol=0)
 
 
+def stepped(model):
+    """An optimizer that has stepped by gradients like the weights: element by element alike in any division."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def held(model, optimizer):
+    """This rank's weights and moments, by name."""
+    moments = {name: optimizer.state[each]["exp_avg"] for name, each in model.named_parameters()}
+    return {name: (local_of(each.detach()), local_of(moments[name])) for name, each in model.named_parameters()}
+
+
+MLP = "model.layers.*.mlp"
+PACKED = {"mixtral": "auto", "phi3": {f"{MLP}.gate_up_proj": "packed_colwise", f"{MLP}.down_proj": "rowwise"}}
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_packed_weights_that_stay_even_are_saved_and_loaded_as_those_of_the_undivided_model(
+    run_ranks, tmp_path, monkeypatch, kind
+):
+    """Gate and up lie in one: of experts that some models convert and move, and of layers that are left alone."""
+    monkeypatch.setattr(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else x.to(torch.float32))
+    whole = saved(kind, tmp_path / "whole")
+    trained = stepped(whole)
+
+    def saved_and_loaded(model, optimizer, folder, other, others):
+        dcp.save(zr.sharded_state_dict(model, optimizer), checkpoint_id=tmp_path / folder)
+        dcp.load(zr.sharded_state_dict(other, others), storage_reader=zr.CheckpointReader(tmp_path / folder))
+
+    def check(rank, group):
+        model, again, moving, fresh = (split_by_plan(tmp_path / "whole", rank, plan=PACKED[kind]) for _ in range(4))
+        optimizer, others = stepped(model), torch.optim.AdamW(again.parameters())
+        expected = held(model, optimizer)
+        saved_and_loaded(model, optimizer, "even", again, others)
+        again_held = held(again, others)
+        assert all(all(map(torch.equal, again_held[name], each)) for name, each in expected.items())
+        if kind == "phi3":
+            return
+        experts_of(moving)["model.layers.0.mlp.experts"].act_fn = torch.nn.Softmax(-1)  # of all neurons: these stay
+        optimizer, others = (torch.optim.AdamW(each.parameters()) for each in (moving, fresh))
+        balancer = zr.Balancer(moving, optimizer, EXACT)
+        balancer.move((3, 1))
+        widths = [local_of(experts.down_proj).shape[2] for experts in experts_of(moving).values()]
+        assert widths[1] == (3, 1)[rank] * widths[0] // 2
+        state = zr.sharded_state_dict(moving, optimizer)
+        dcp.load(state, storage_reader=zr.CheckpointReader(tmp_path / "even"))
+        saved_and_loaded(moving, optimizer, "away", fresh, others)
+        balancer.move((1, 1))
+        for each, of in ((moving, optimizer), (fresh, others)):
+            now = held(each, of)
+            assert all(all(map(torch.equal, now[name], pair)) for name, pair in expected.items())
+        balancer.close()
+
+    run_ranks(check, 2)
+    for folder in ("even", "away") if kind == "mixtral" else ("even",):
+        wanted = held(whole, trained)
+        model = {name: torch.empty_like(weight) for name, (weight, _) in wanted.items()}
+        moments = {f"{name}.exp_avg": torch.empty_like(moment) for name, (_, moment) in wanted.items()}
+        dcp.load({**model, "optimizer": moments}, checkpoint_id=tmp_path / folder)
+        for name, pair in wanted.items():
+            assert all(map(torch.equal, (model[name], moments[f"{name}.exp_avg"]), pair)), (folder, name)
+
+
 def test_what_stays_is_named(run_ranks, tmp_path, monkeypatch):
     saved("mixtral", tmp_path / "whole")
 

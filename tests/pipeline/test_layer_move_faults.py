@@ -83,7 +83,7 @@ REFUSED = [
     ("is in parameter group 0 of the optimizer where it comes from, and in 1 here", with_another_group, {}),
     ("those of other stages of a pipeline included", for_this_stage_only, {}),
     ("layers.1.up is inside DistributedDataParallel, which keeps buckets or shards", wrapped_by_ddp, {}),
-    ("cannot move with ZeroRedundancyOptimizer: other ranks hold shards", stepped_by_zero, {}),
+    ("layers cannot move: the optimizer is a ZeroRedundancyOptimizer, whose replicas keep", stepped_by_zero, {}),
     ("Mixed is no torch.optim.Optimizer: layers cannot move with wrappers", stepped_by_a_wrapper, {}),
     ("layers.3.weight: its optimizer keeps 'history' as a list", with_state_that_cannot_travel, {}),
     ("max_bytes=1 is too small: it must be at least 2", lambda training: None, {"max_bytes": 1}),

@@ -383,10 +383,45 @@ def test_layers_that_share_others_than_at_first_do_not_move(rank, group, *, is_t
     layers[1].weight = layers[0].weight if is_tied_late else apart
     optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
     before = held(pipeline, optimizer)
-    with pytest.raises(ValueError, match=r"layers\.0\.weight: other layers share it than when the pipeline was made"):
+    with pytest.raises(ValueError, match=r"layers\.0\.weight.*: other layers share it, or it is another, than when"):
         move_layers(pipeline, (0, 1, 4), optimizer=optimizer)
     assert_same(held(pipeline, optimizer), before)
     assert pipeline.boundaries == (0, 2, 4)
+
+
+@pytest.mark.parametrize("were_tied", [True, False])
+@on_ranks(2)
+def test_one_parameter_that_was_put_on_layers_later_is_named_before_a_step(rank, group, *, were_tied):
+    """Its gradients would not be summed over the stages, which would train copies of it apart."""
+    layers, x = sometimes_tied(4), torch.linspace(-1, 1, 16, dtype=torch.float64).view(4, 4)
+    for layer in layers[1:] if not were_tied else ():
+        layer.weight = nn.Parameter(layer.weight.detach().clone())
+    pipeline = mse_pipeline(group, layers, (0, 2, 4))
+    pipeline.step(x, target=x)
+    (new,) = {layer.weight for layer in sometimes_tied(1)}
+    for layer in layers:
+        layer.weight = new
+    named = r"layers\.0\.weight \(of layers \[0, 1, 2, 3\]\): other layers share it, or it is another, than when"
+    with pytest.raises(ValueError, match=named):
+        pipeline.step(x, target=x)
+    assert new.grad is None
+
+
+@on_ranks(2)
+def test_a_parameter_that_was_replaced_is_named_before_a_move_and_a_save(rank, group):
+    """Else the one that was there would be moved and saved, and what the other one learned lost."""
+    layers, x = [nn.Linear(4, 4).double() for _ in range(4)], torch.ones(4, 4, dtype=torch.float64)
+    pipeline = mse_pipeline(group, layers, (0, 2, 4))
+    pipeline.step(x, target=x)
+    layers[1].weight = nn.Parameter(torch.ones(4, 4, dtype=torch.float64))
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+    pipeline.step(x, target=x)
+    for use in (
+        lambda: move_layers(pipeline, (0, 1, 4), optimizer=optimizer),
+        lambda: zr.sharded_state_dict(pipeline, optimizer),
+    ):
+        with pytest.raises(ValueError, match=r"layers\.1\.weight: another Parameter than when the pipeline was made"):
+            use()
 
 
 class WithExtraState(nn.Linear):

@@ -83,6 +83,22 @@ class TensorDivision:
         )
 
 
+def _in_parts(dtensor: Any, begin: int) -> TensorDivision | None:
+    """How a DTensor is divided of which ranks hold a share of each of equal parts, which torch takes for one piece."""
+    mesh, dims = dtensor.device_mesh, [getattr(each, "dim", None) for each in dtensor.placements]
+    at = next((at for at, each in enumerate(dtensor.placements) if getattr(each, "split_factor", 1) > 1), None)
+    if at is None or dims.count(dims[at]) > 1:  # where a dimension is divided twice it tells the order
+        return None
+    dim, parts, held = (
+        dtensor.placements[at].dim,
+        dtensor.placements[at].split_factor,
+        (begin, begin + len(local_of(dtensor))),
+    )
+    units = np.arange(dtensor.shape[dim] // parts)
+    pieces = unit_pieces(np.array_split(units, mesh.size(at))[mesh.get_local_rank(at)], len(units), (1,) * parts)
+    return TensorDivision(dim, len(units) * parts, lambda: pieces, rows=(lambda: held) if dim else None)
+
+
 def unit_pieces(units: Indices, num_units: int, rows: Sequence[int], *, each: bool = False) -> list[Piece]:
     """Return the pieces of a rank that owns some units: runs of neighbours in every part, such as q, k and v.
 
@@ -182,7 +198,7 @@ class DividedTensor(torch.Tensor):
             if local.device_mesh.get_coordinate() is None:  # type: ignore[attr-defined]
                 return local.data  # type: ignore[return-value]  # of other ranks, which DCP knows
             (chunk,) = local.data.__create_chunk_list__()  # type: ignore[attr-defined]
-            where = chunk.offsets
+            where = _in_parts(local, chunk.offsets[0]) or chunk.offsets
         return cls._of(_Part(name, local, torch.Size(shape), where, checksums, before_reading))
 
     @classmethod

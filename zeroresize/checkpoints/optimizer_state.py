@@ -13,7 +13,7 @@ from torch import Tensor
 from zeroresize.checkpoints.checksums import Checksums
 from zeroresize.checkpoints.divided_tensor import DividedTensor, TensorDivision
 from zeroresize.layers.local_parts import local_of
-from zeroresize.optim.optimizers import require_stepping, stepped_tensors, torch_optimizer
+from zeroresize.optim.optimizers import require_stepping, stepped_tensors, torch_optimizer, why_sharded
 from zeroresize.resharding.parameter_state import StateKind, kind_of_state
 from zeroresize.utils.codec import FORMAT, require_format
 from zeroresize.utils.torch_private import drop_step_hooks
@@ -48,6 +48,8 @@ class OptimizerState:
     ) -> None:
         self._optimizer, self._parameters, self._divisions = optimizer, dict(parameters), divisions
         self._checksums = checksums
+        if (why := why_sharded(optimizer)) is not None:
+            raise ValueError(f"sharded_state_dict: {why}")
         self._inner = torch_optimizer(optimizer)
         require_stepping(optimizer, parameters)
         stepped = {id(one) for one in self._stepped().values()}

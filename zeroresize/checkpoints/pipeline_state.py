@@ -65,6 +65,7 @@ def pipeline_state(pipeline: Pipeline, optimizer: Any) -> dict[str, Any]:
     installed when all ranks have read.
     """
     pipeline.meet()  # raises on a rank that was released
+    pipeline.require_same_parameters()
     state = _PipelineState(pipeline, require_movable_state(optimizer, dict(pipeline.named_parameters())))
     sections = {name: _Section(state, name) for name in _SECTIONS if name != "optimizer" or optimizer is not None}
     return {**sections, CHECKSUMS: ChecksumsEntry(state.checksums)}

@@ -29,7 +29,7 @@ from zeroresize.layers.functional import LastGradients
 from zeroresize.layers.segments import all_segments
 from zeroresize.layers.weight_checks import why_no_whole_weight
 from zeroresize.measure.step_timer import LayerTimer
-from zeroresize.optim.optimizers import not_stepped
+from zeroresize.optim.optimizers import kinds_of, not_stepped
 from zeroresize.resharding.data_parallel import unwrap
 from zeroresize.resharding.segments.divided_lora import divide_lora
 from zeroresize.resharding.segments.search_segments import first_of
@@ -248,6 +248,14 @@ def _check_layers(
                 f"them, {HINT}"
             )
         logger.warning("%s", message)
+    zero = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
+    if ("torch", "ZeroRedundancyOptimizer") in kinds_of(zero):
+        shared = sorted({*group_ranks(zero.process_group)} & {*group_ranks(process_group)})
+        if len(shared) > 1:
+            raise ValueError(
+                f"ZeroRedundancyOptimizer gives ranks {shared} of the job each other's weights, which hold different "
+                "shards of the layers: give it the data-parallel group (process_group=...)"
+            )
     if config.start_checks:
         check_data_parallelism(model, layers, process_group)
 

@@ -28,7 +28,7 @@ from zeroresize.comm.collectives import (
 )
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.local_parts import on_tokens
-from zeroresize.layers.splitting import Parts, checked_parts, keep_ties, part_of_rank
+from zeroresize.layers.splitting import Parts, checked_parts, keep_ties, part_of_rank, why_no_plain_linear
 from zeroresize.plan.ownership import home_counts
 from zeroresize.utils.checked import checked, integer
 
@@ -107,6 +107,8 @@ class ParallelLinear(BalancedLinear, nn.Module):
         if isinstance(linear, BalancedLinear) or not isinstance(linear, nn.Linear):
             split = ", which is split already" if isinstance(linear, BalancedLinear) else ""
             raise ValueError(f"from_linear needs a whole torch.nn.Linear, found a {type(linear).__name__}{split}")
+        if (why := why_no_plain_linear(linear)) is not None:
+            raise ValueError(f"from_linear needs a whole torch.nn.Linear, found {why}")
         layer = cls(
             linear.in_features,
             linear.out_features,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from zeroresize.utils.torch_private import dtensor_like, is_dtensor, jagged_like, local_tensor_of
+from zeroresize.utils.torch_private import dtensor_like, is_dtensor, is_tensor_of_tensors, jagged_like, local_tensor_of
 
 #: What torch.distributed.checkpoint asks before it looks for DTensors.
 OF_CHECKPOINTS = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
@@ -28,6 +28,12 @@ METHODS = ("full_tensor", "redistribute", *OF_CHECKPOINTS)
 def local_of(tensor: Tensor) -> Tensor:
     """Return what this rank holds of ``tensor``: the very same plain tensor each time, outside of autograd's graph."""
     return local_tensor_of(tensor) if is_dtensor(tensor) else tensor
+
+
+def why_not_plain(tensor: Tensor) -> str | None:
+    """Tell what this rank's part of a tensor is if it is made of others, of which nothing would move; None if not."""
+    why = "which holds its numbers in other tensors, as quantised weights do, that would not move"
+    return f"a {type(local_of(tensor)).__name__}, {why}" if is_tensor_of_tensors(local_of(tensor)) else None
 
 
 def with_local(like: Tensor, local: Tensor) -> Tensor:

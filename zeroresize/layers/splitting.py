@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroresize.comm.collectives import all_gather
-from zeroresize.layers.local_parts import local_of
+from zeroresize.layers.local_parts import local_of, why_not_plain
 from zeroresize.utils.torch_private import is_dividing, is_dtensor, parameters_of
 
 #: An int is that many equal parts; a sequence holds the features of each part in the undivided layer.
@@ -106,6 +106,8 @@ def why_no_plain_linear(module: Any, *, but_for_forward: bool = False) -> str | 
     lost = sorted({added for each in classes for added in vars(each)} - _LOSES_NOTHING)
     if lost:
         return f"a {kind.__name__}: its {', '.join(lost)} would be lost"
+    if (made_of_others := why_not_plain(module.weight)) is not None:
+        return f"one whose weight is {made_of_others}"
     named = (*module.named_parameters(), *module.named_buffers(), *module.named_children())
     others = {part for part, _ in named} - {"weight", "bias"}
     return f"one that holds {', '.join(sorted(others))} beside its weight and bias" if others else None

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_ranks, same_ranks
+from zeroresize.layers.local_parts import why_not_plain
 from zeroresize.utils.torch_private import is_flat_parameter, is_tensor_of_tensors, parameters_of
 
 #: Layers tell what their parameters are: a mark on a parameter would be lost by a copy, and keep it from being pickled.
@@ -37,7 +38,7 @@ def why_no_whole_weight(layer: Any) -> str | None:
         return "DeepSpeed's ZeRO-3 shards its weight, of which a rank holds nothing between forwards: use a lower stage"
     if is_flat_parameter(weight) and weight.dim() != 2:
         return "FullyShardedDataParallel flattens and shards its weight"
-    return None
+    return None if (why := why_not_plain(weight)) is None else f"its weight is {why}"
 
 
 def is_sharded_in(owner: Any, parameter: Tensor) -> bool:

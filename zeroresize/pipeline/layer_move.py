@@ -33,7 +33,7 @@ from zeroresize.pipeline.layer_contents import (
     require_fitting,
 )
 from zeroresize.pipeline.pipeline import Pipeline
-from zeroresize.pipeline.stage_layers import LayerWatcher, ties_of
+from zeroresize.pipeline.stage_layers import LayerWatcher
 from zeroresize.plan.partition import Partition
 from zeroresize.resharding.agreement import bytes_up_to_peak
 from zeroresize.resharding.parameter_state import groups_of, require_movable_state, settings_of
@@ -92,8 +92,7 @@ class LayerMove(Transaction):
         self.title = f"a move of layers to boundaries {list(self.boundaries)}"
         require_whole_parameters(self._layers)
         require_references_within_stages(self._layers[: self._num_layers], after.stages)
-        if changed := sorted({tie.path for tie in {*self._ties} ^ {*ties_of(self._layers)}}):
-            raise ValueError(f"{', '.join(changed)}: other layers share it than when the pipeline was made; tie before")
+        pipeline.require_same_parameters()
         self._optimizer = require_movable_state(optimizer, dict(pipeline.named_parameters()))
         self._groups = groups_of(self._optimizer)
         before = Partition(pipeline.boundaries)

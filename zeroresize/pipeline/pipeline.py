@@ -185,6 +185,21 @@ class Pipeline:
         stages = Partition(self.boundaries).stages if self.ties else []
         return [(tie, holders) for tie in self.ties if len(holders := tie.holders(stages)) > 1]
 
+    def require_same_ties(self) -> None:
+        """Check that the same layers share parameters as when the pipeline was made, which sums their gradients."""
+        if changed := {*self.ties} ^ {*ties_of([*self.layers])}:
+            named = ", ".join(sorted({f"{tie.path} (of layers {list(tie.layers)})" for tie in changed}))
+            raise ValueError(f"{named}: other layers share it, or it is another, than when the pipeline was made")
+
+    def require_same_parameters(self) -> None:
+        """Check, besides, that layers have the parameters of when the pipeline was made, which it moves and saves."""
+        self.require_same_ties()
+        known = {each for of_layer in self.tensors for each in of_layer.parameters.values()}
+        if others := [name for name, each in self.named_parameters() if each not in known]:
+            raise ValueError(
+                f"{', '.join(others)}: another Parameter than when the pipeline was made: replace it before"
+            )
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over the parameters of all layers, for an optimizer; those of other stages have no elements.
 
@@ -361,6 +376,8 @@ class Pipeline:
         self.num_steps += 1
 
         def made() -> tuple[Sequence[Sequence[Tensor]], Sequence[Tensor | None]]:
+            if self.ties or self.num_steps & (self.num_steps - 1) == 0:  # to look at all takes milliseconds
+                self.require_same_ties()
             for tie, _ in self.shared:
                 hooks = hooks_of_parameter(tie.parameter, "post_accumulate_grad").values()
                 if any(not str(getattr(hook, "__module__", None)).startswith("zeroresize.") for hook in hooks):

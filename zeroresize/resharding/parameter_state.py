@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zeroresize.layers.local_parts import local_of, with_local
-from zeroresize.optim.optimizers import require_stepping, torch_optimizer
+from zeroresize.optim.optimizers import require_stepping, torch_optimizer, why_sharded
 from zeroresize.resharding.accumulator_hooks import KeptHooks
 from zeroresize.utils.texts import alike, at_fault, by_rank
 from zeroresize.utils.torch_private import is_dtensor, set_local_tensor
@@ -315,9 +315,8 @@ def require_movable_state(optimizer: object | None, parameters: Mapping[str, Ten
             f"{type(optimizer).__name__} {kind} torch.optim.Optimizer: layers cannot move with wrappers of optimizers, "
             "which may keep master copies or shards of the parameters"
         )
-    # By its name: importing it takes a while and warns.
-    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
-        raise ValueError("layers cannot move with ZeroRedundancyOptimizer: other ranks hold shards of their state")
+    if (why := why_sharded(optimizer)) is not None:
+        raise ValueError(f"layers cannot move: {why}")
     require_stepping(optimizer, parameters)
     return optimizer
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zeroresize.optim.optimizers import stepped_tensors
 from zeroresize.resharding.data_parallel import unwrap
-from zeroresize.utils.torch_private import is_flat_parameter, parameters_of
+from zeroresize.utils.torch_private import is_dtensor, is_flat_parameter, parameters_of
 
 
 class ReplacedParts:
@@ -45,7 +45,7 @@ class ReplacedParts:
         for (name, kind), parameter in self._parameters.items():
             layer = self._layers[name]
             now = parameters_of(layer).get(kind)
-            if now is not None and now is not parameter and layer.is_sharded_further(now):
+            if is_dtensor(now) and now is not parameter and layer.is_sharded_further(now):
                 yield f"{name}.{kind} is a DTensor, a shard, as by a fully_shard after the Balancer was made"
             elif now is not parameter:
                 yield f"{name}.{kind} was replaced by another Parameter after the Balancer was made"

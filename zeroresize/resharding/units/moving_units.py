@@ -19,7 +19,7 @@ from zeroresize.comm.collectives import group_size, require_group
 from zeroresize.comm.exchange import Meet
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.functional import LastGradients
-from zeroresize.layers.local_parts import guard_dtensors, local_of
+from zeroresize.layers.local_parts import guard_dtensors, local_of, why_not_plain
 from zeroresize.layers.segment import OwnedSegment, UnitTensor
 from zeroresize.layers.weight_checks import is_sharded_in
 from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer
@@ -223,6 +223,8 @@ class UnitContents:
 
 def why_sharded_for_good(unit_tensor: UnitTensor, sharding: FullySharded | None) -> str | None:
     """Tell why a parameter of which this rank holds a shard cannot be gathered and sharded anew; None if it can."""
+    if (made_of_others := why_not_plain(unit_tensor.parameter)) is not None:
+        return f"{unit_tensor.name} is {made_of_others}"
     if not is_sharded_in(unit_tensor.owner, unit_tensor.parameter):
         return None
     why = "of a module that the model given does not hold" if sharding is None else sharding.why_fixed

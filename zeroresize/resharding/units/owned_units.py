@@ -422,7 +422,8 @@ class OwnedUnits:
                 if shape != state_shape:
                     why = f"{name} has shape {shape} and its state in the optimizer {state_shape}"
                     return f"{why}: pass optimizer= to convert where it has stepped before", why_others_step(others)
-        return why_not_elementwise(self._optimizer, stepped.values()), why_others_step(others)
+        why_not = why_sharded(self._optimizer) or why_not_elementwise(self._optimizer, stepped.values())
+        return why_not, why_others_step(others)
 
     def _why_not_movable(self, replicas: DataParallelReplicas, sharded: Mapping[int, FullySharded]) -> str | None:
         if not self.segments:
