@@ -30,7 +30,7 @@ LIMITS = {
     "package code lines": 32_455,
     "tests lines": 49_939,
     "examples lines": 13_319,
-    "docs lines": 5_011,
+    "docs lines": 5_013,
     "tuning constants": 148,
 }
 
