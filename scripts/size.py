@@ -25,13 +25,13 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 49_984,
-    "package files": 283,
-    "package code lines": 32_455,
-    "tests lines": 49_939,
-    "examples lines": 13_319,
-    "docs lines": 5_013,
-    "tuning constants": 148,
+    "package lines": 52_085,
+    "package files": 297,
+    "package code lines": 33_864,
+    "tests lines": 51_680,
+    "examples lines": 14_005,
+    "docs lines": 5_270,
+    "tuning constants": 161,
 }
 
 

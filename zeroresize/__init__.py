@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from zeroresize.checks.finding import ParallelFinding
     from zeroresize.config import BalanceConfig, PaperConfig
     from zeroresize.conversion import convert
+    from zeroresize.data.data_balancer import DataBalancer
     from zeroresize.injection import StragglerInjector, round_robin, static
     from zeroresize.layers.linear import ColumnParallelLinear, RowParallelLinear
     from zeroresize.layers.segment import Segment
@@ -32,6 +33,7 @@ __all__ = [
     "CheckpointReader",
     "ColumnParallelLinear",
     "ColwiseParallel",
+    "DataBalancer",
     "GradScaler",
     "JsonLinesTelemetry",
     "PaperConfig",
@@ -66,6 +68,7 @@ _FILES = {
     "checks.finding": ("ParallelFinding",),
     "config": ("BalanceConfig", "PaperConfig"),
     "conversion": ("convert",),
+    "data.data_balancer": ("DataBalancer",),
     "injection": ("StragglerInjector", "round_robin", "static"),
     "layers.linear": ("ColumnParallelLinear", "RowParallelLinear"),
     "layers.segment": ("Segment",),

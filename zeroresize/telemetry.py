@@ -106,20 +106,26 @@ class UpdateRecord:
 
 
 #: What the balancers' changes are called in TensorBoard, by kind.
-_CHANGES = {"layers": "pipeline_changes", "strategies": "strategy_changes", "micro-batches": "microbatch_changes"}
+_CHANGES = {
+    "layers": "pipeline_changes",
+    "strategies": "strategy_changes",
+    "micro-batches": "microbatch_changes",
+    "samples": "data_changes",
+}
 
 
 @dataclass(frozen=True)
 class ChangeRecord:
-    """What a balancer of layers, strategies or micro-batches changed; plain numbers, the same on every rank.
+    """What a balancer of layers, strategies, micro-batches or samples changed; plain numbers, the same on every rank.
 
     Attributes:
-        kind: what is balanced: "layers", "strategies" or "micro-batches".
+        kind: what is balanced: "layers", "strategies", "micro-batches" or "samples".
         step: how many steps were over.
         what: what was done, such as "layer 3 moves from stage 1 to 0", "shares", "leave out" or "replan".
         left_out: ranks that have no part any more.
         speeds: of all stages or ranks, as they were believed to be.
-        before, after: [S + 1] boundaries of a pipeline's stages, or the strategies of the ranges as plain values.
+        before, after: [S + 1] boundaries of a pipeline's stages, the strategies of the ranges as plain values, or [R]
+            samples of the ranks.
         step_s, expected_step_s: seconds of a step before and after, by the model of costs.
         change_s: seconds that the change took the rank that came last to it, or was to take where ``is_made`` is
             false; without those for which the next step waits for its plan, where steps are planned ahead.
@@ -128,7 +134,7 @@ class ChangeRecord:
         reason: why it was due.
     """
 
-    kind: Literal["layers", "strategies", "micro-batches"]
+    kind: Literal["layers", "strategies", "micro-batches", "samples"]
     step: int
     what: str
     left_out: tuple[int, ...]
@@ -147,7 +153,7 @@ class ChangeRecord:
         return dataclasses.asdict(self)
 
     def scalars(self) -> dict[str, float]:
-        """Return numbers by name, under ``pipeline_changes/``, ``strategy_changes/`` or ``microbatch_changes/``."""
+        """Return numbers by name, under ``pipeline_changes/``, ``data_changes/`` and so on."""
         names = ("step_s", "expected_step_s", "change_s", "moved_bytes")
         numbers = {"left_out": len(self.left_out), **{name: getattr(self, name) for name in names}}
         return {f"{_CHANGES[self.kind]}/{name}": float(value) for name, value in numbers.items()}

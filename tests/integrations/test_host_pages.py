@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers.colossalai_models import plugin_of, stand_in_for_a_gpu
+from helpers.data_parallel import assert_alike, global_batches
 from helpers.dtensor_models import mesh_of
 from helpers.hosts import Host
 from helpers.megatron_models import megatron_on_cpu
@@ -31,6 +32,15 @@ def names_of(page):
     names = {"__name__": page}
     exec(compile(program, f"docs/hosts/{page}", "exec"), names)
     return names
+
+
+def of_uneven_batches(name):
+    """What the program of docs/data_parallel.md defines that has a function of this name."""
+    programs = re.findall(r"```python\n(.*?)```", (PAGES.parent / "data_parallel.md").read_text(), re.DOTALL)
+    (program,) = [program for program in programs if f"def {name}(" in program]
+    names = {"__name__": name}
+    exec(compile(program, "docs/data_parallel.md", "exec"), names)
+    return names[name]
 
 
 def losses_of_one_process(num_batches, schedule_every=None):
@@ -395,5 +405,77 @@ def test_deepspeed(run_ranks, tmp_path, monkeypatch):
         losses = names["main"](str(tmp_path / "saved"))
         assert losses == pytest.approx(expected, abs=1e-5)
         assert names["main"](str(tmp_path / "saved"), goes_on=True) == pytest.approx(losses[8:], abs=1e-5)
+
+    run_ranks(check, 2)
+
+
+def classifier():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3)).double()
+
+
+def rows_of_classes(number=72):
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(number, 6, generator=generator).double(), torch.randint(3, (number,), generator=generator)
+    return torch.utils.data.TensorDataset(x, y)
+
+
+def assert_trained_as_by_one_process(model, seed=0, **options):
+    """In two epochs of global batches of 32 samples, with AdamW."""
+    whole, rows = classifier(), rows_of_classes()
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3, **options)
+    for batch in global_batches(len(rows), 32, seed=seed, epochs=2):
+        nn.functional.cross_entropy(whole(rows.tensors[0][batch]), rows.tensors[1][batch]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_alike(dict(model.named_parameters()), dict(whole.named_parameters()), most=1e-9)
+
+
+def test_uneven_batches_with_accelerate(run_ranks):
+    pytest.importorskip("accelerate")
+    train = of_uneven_batches("train_with_accelerate")
+
+    def check(rank, group):
+        with as_rank(rank, 2):
+            assert_trained_as_by_one_process(train(classifier(), rows_of_classes(), 2, cpu=True))
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.hosts
+@pytest.mark.filterwarnings("ignore")
+def test_uneven_batches_with_lightning(run_ranks, tmp_path):
+    train = of_uneven_batches("train_with_lightning")
+
+    def check(rank, group):
+        options = {"accelerator": "cpu", "devices": 2, "max_epochs": 2, "logger": False, "default_root_dir": tmp_path}
+        quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+        with as_rank(rank, 2):
+            assert_trained_as_by_one_process(train(classifier(), rows_of_classes(), **options, **quiet))
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.transformers
+@pytest.mark.filterwarnings("ignore")
+def test_uneven_batches_with_a_trainer(run_ranks, tmp_path):
+    train = of_uneven_batches("train_with_trainer")
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = classifier()
+
+        def forward(self, x, labels):
+            return {"loss": nn.functional.cross_entropy(self.layers(x), labels)}
+
+    rows = [{"x": x, "labels": label} for x, label in rows_of_classes()]
+    settings = {"num_train_epochs": 2, "learning_rate": 1e-3, "lr_scheduler_type": "constant"}
+    quiet = {"save_strategy": "no", "use_cpu": True, "report_to": [], "disable_tqdm": True, "max_grad_norm": 0.0}
+
+    def check(rank, group):
+        with as_rank(rank, 2):
+            model = train(Model(), rows, str(tmp_path), **settings, **quiet, seed=5)
+        assert_trained_as_by_one_process(model.layers, seed=5, weight_decay=0.0)
 
     run_ranks(check, 2)

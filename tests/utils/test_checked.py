@@ -82,6 +82,12 @@ WRONG = {
     | rows(FUNCTION, "on_update")
     | rows(ANY, "optimizer"),
     "CheckpointReader": rows(PATH, "path"),
+    "DataBalancer": rows(CLASS, "model process_group")
+    | rows(COUNT, "global_batch max_samples num_micro_batches micro_batch_size")
+    | rows((*COUNT, 1), "update_every")
+    | rows(BOUNDARIES, "counts")
+    | rows(FUNCTION, "on_change")
+    | rows(ANY, "optimizer"),
     "ColumnParallelLinear": LINEAR | rows(FLAG, "gather_output"),
     "RowParallelLinear": LINEAR | rows(FLAG, "input_is_parallel"),
     "ColwiseParallel": STYLE,

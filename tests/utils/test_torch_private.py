@@ -1,6 +1,7 @@
 """Each private name of torch is there and does what it is used for: what fails here is what a new torch has changed."""
 
 import ast
+import collections
 import sys
 import threading
 from datetime import timedelta
@@ -120,7 +121,7 @@ def test_what_fully_shard_holds_is_known_and_becomes_another_in_the_same_paramet
             model.set_requires_gradient_sync(is_reduced)
             model(torch.ones(2, 3)).sum().backward()
             assert torch_private.has_unreduced_gradient(known) is not is_reduced
-        assert torch_private.size_before_sharding(known) == (4, 3)
+        assert torch_private.size_before_sharding(known) == (4, 3) and torch_private.ranks_of_fsdp(known) == [0, 1]
         whole = torch.arange(15.0).view(5, 3)
         made = torch_private.sharded_anew(known, whole)
         assert model[0].weight is parameter and parameter.shape == known.sharded_param.shape == (4, 3)
@@ -279,6 +280,18 @@ def test_hooks_of_modules_are_found(kind, register):
     assert list(torch_private.hooks_of_all_modules(kind).values()) == [nothing]
     handle.remove()
     assert not torch_private.hooks_of_all_modules(kind)
+
+
+def test_batch_norms_of_all_kinds_are_known_and_other_norms_are_none():
+    norms = nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.LazyBatchNorm3d(), nn.SyncBatchNorm(2)
+    assert all(isinstance(each, torch_private.BatchNorm) for each in norms)
+    assert not any(isinstance(each, torch_private.BatchNorm) for each in (nn.GroupNorm(1, 2), nn.InstanceNorm1d(2)))
+
+
+def test_what_stands_in_containers_is_replaced_by_what_a_function_makes_of_it():
+    Pair = collections.namedtuple("Pair", "first second")
+    value = {"a": [1, (2, None)], "b": Pair(3, {})}
+    assert torch_private.map_leaves(lambda leaf: leaf and leaf + 1, value) == {"a": [2, (3, None)], "b": Pair(4, {})}
 
 
 def test_hooks_of_parameters_are_found():

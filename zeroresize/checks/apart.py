@@ -29,7 +29,7 @@ class Apart:
 
     def __init__(self, model: Any, inner: nn.Module, batch: Any, loss: Loss, ranks: Ranks, dtype: torch.dtype) -> None:
         self.model, self.inner, self.ranks, self.dtype = model, inner, ranks, dtype
-        self.batch, self._loss = batch, loss
+        self.batch, self._loss, self.weight = batch, loss, 1.0  # by which a backward's loss is multiplied
         self._computes_in = dtype if dtype is torch.float64 else None
         self._buffers: list[tuple[Tensor, Tensor]] = []
         self.last_value = 0.0
@@ -105,7 +105,7 @@ class Apart:
                 loss = self.forward(meets=recorder is not None)
             value = number_of(loss)
             with random_restored(self.inner):
-                self.ranks.together(loss.backward)
+                self.ranks.together((loss if self.weight == 1.0 else loss * self.weight).backward)
         self._reduce()
         gradients = {name: one.grad for name, one in self.inner.named_parameters() if one.grad is not None}
         self.inner.zero_grad(set_to_none=True)

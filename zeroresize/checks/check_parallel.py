@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from zeroresize.checks.apart import Apart, Loss, gradients_aside
 from zeroresize.checks.divided import Part, group_of_model, parts_of
+from zeroresize.checks.divided_batch import find_other_gradients
 from zeroresize.checks.finding import (
     ACTIVATIONS,
     DRAWS,
@@ -57,6 +60,8 @@ def check_parallel(
     reference: nn.Module | Callable[[], nn.Module] | None = None,
     optimizer: Any = None,
     clip: Callable[[Any], Any] | None = None,
+    counts: Sequence[int] | None = None,
+    counted: Callable[[Any], float] | None = None,
 ) -> list[ParallelFinding]:
     """Tell whether a model that is divided over ranks computes what the undivided model does: call it first where a
     loss looks odd.
@@ -81,6 +86,10 @@ def check_parallel(
             modules return are compared, too.
         optimizer: whose own clipping is checked where it has one (Colossal-AI's) and ``clip`` is not given.
         clip: ``clip(model)`` returns the host's total norm of the gradients that the model has; it may scale them.
+        counts: [R] samples of each data-parallel rank, where each holds the whole model. Then ``batch`` is a global
+            one, with these samples first in its tensors' shapes, and asked is alone whether the gradients of its parts
+            are together those of the whole, as with :class:`zeroresize.DataBalancer`, divided like this or evenly.
+        counted: of a part of the batch, what its loss is a mean over, as ``loss_scale`` takes it; None for samples.
 
     Returns:
         What is wrong, the same on every rank, and a warning in the log of the first rank for each; empty where
@@ -96,13 +105,19 @@ def check_parallel(
     if not (reference is None or isinstance(reference, nn.Module) or callable(reference)):
         raise ValueError(f"check_parallel: reference={type(reference).__name__}: wanted is a module, or what makes one")
     tensors = [one for one in inner.parameters() if one.is_floating_point()]
-    ranks = Ranks(group_of_model(inner), tensors[0].device if tensors else torch.device("cpu"))
+    of_replicas = model.process_group if counts is not None and isinstance(model, DistributedDataParallel) else None
+    ranks = Ranks(of_replicas or group_of_model(inner), tensors[0].device if tensors else torch.device("cpu"))
     if ranks.size == 1:
         logger.info("check_parallel: the process group has one rank, so there is nothing to check")
         return []
-    given = ranks.share([name for name, value in (("reference", reference), ("clip", clip)) if value is not None])
+    arguments = ("reference", reference), ("clip", clip), (f"counts={counts}", counts), ("counted", counted)
+    given = ranks.share([name for name, value in arguments if value is not None])
     if any(each != given[0] for each in given):
         raise ValueError(f"check_parallel: given were {given} by rank: give the same arguments on every rank")
+    if counts is not None and (len(counts) != ranks.size or min(counts) < 0 or not sum(counts)):
+        raise ValueError(
+            f"check_parallel: counts={list(counts)}: wanted are {ranks.size} numbers of samples, of 0 or more"
+        )
     if clip is None and hasattr(optimizer, "_compute_grad_norm"):  # Colossal-AI's
 
         def clip(_: Any) -> Any:
@@ -114,7 +129,8 @@ def check_parallel(
         if reference is not None:
             whole = reference if isinstance(reference, nn.Module) else ranks.together(reference)
         coarsest = max((one.dtype for one in tensors), key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
-        findings = _run(model, inner, batch, loss, whole, clip, ranks, coarsest)
+        divided = None if counts is None else partial(find_other_gradients, counts=counts, counted=counted)
+        findings = _run(model, inner, batch, loss, whole, clip, ranks, coarsest, divided)
     except ValueError as error:
         raise ValueError(f"check_parallel: {error}") from error
     if ranks.rank == 0:
@@ -125,12 +141,20 @@ def check_parallel(
 
 
 def _run(
-    model: Any, inner: nn.Module, batch: Any, loss: Loss, whole: Any, clip: Any, ranks: Ranks, coarsest: torch.dtype
+    model: Any,
+    inner: nn.Module,
+    batch: Any,
+    loss: Loss,
+    whole: Any,
+    clip: Any,
+    ranks: Ranks,
+    coarsest: torch.dtype,
+    divided: Callable[..., list[ParallelFinding]] | None,
 ) -> list[ParallelFinding]:
     """In float64 if that goes, else in the model's dtypes."""
     for dtype in (torch.float64, coarsest):
         reference = None if whole is None else Apart(whole, whole, batch, loss, ranks, dtype)
-        check = _Check(Apart(model, inner, batch, loss, ranks, dtype), reference)
+        check = _Check(Apart(model, inner, batch, loss, ranks, dtype), reference, divided)
         try:
             with check.apart.computing():
                 check.run()
@@ -150,8 +174,8 @@ def _run(
 class _Check:
     """One check; ``run`` within ``apart.computing()``. ``gradients`` of one backward are right enough to be clipped."""
 
-    def __init__(self, apart: Apart, whole: Apart | None) -> None:
-        self.apart, self._whole, self._ranks = apart, whole, apart.ranks
+    def __init__(self, apart: Apart, whole: Apart | None, divided: Callable[..., list[ParallelFinding]] | None) -> None:
+        self.apart, self._whole, self._ranks, self._divided = apart, whole, apart.ranks, divided
         self.findings: list[ParallelFinding] = []
         self.parts: list[Part] = []
         self.gradients: dict[str, Tensor] = {}
@@ -165,6 +189,13 @@ class _Check:
             findings.append(others)
             return
         self.parts, differing = parts_of(model, ranks)
+        if self._divided is not None:
+            if shards := [part.name for part in self.parts if part.is_shard]:
+                raise ValueError(
+                    f"counts divide batches over ranks that hold the whole model, and {shards[0]} is a shard"
+                )
+            findings += [*differing, *self._divided(self.apart, tolerance=self._rounding)]
+            return
         recorder = Recorder(model, ranks)
         self.apart.recorded(recorder)
         events = recorder.events_of_ranks()

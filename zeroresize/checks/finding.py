@@ -20,6 +20,7 @@ BACKWARDS = "backwards do not add up"
 NORM = "clipping norm is not the undivided one"
 UNREAD = "parameter is never read"
 REFERENCE = "differs from the reference"
+BATCH = "gradient depends on how the batch is divided"
 
 #: What only a backward does.
 OF_GRADIENTS = frozenset({GRADIENTS, PARTIAL, MULTIPLIED, DERIVATIVE, BACKWARDS, NORM, UNREAD})
@@ -42,6 +43,7 @@ _REMEDIES = {
     BACKWARDS: "sum what each backward adds, by register_hook, instead of what has accumulated",
     NORM: "clip by zeroresize.clip_grad_norm_, or count each shard on its rank and each replicated gradient once",
     UNREAD: "set requires_grad=False, or let the forward use it: copies may compute with the original's weights",
+    BATCH: "let the loss be a mean over what counted() returns, and no layer read several samples, else divide nothing",
     REFERENCE: "compare this layer with the reference's: its weights, mode (train or eval) and settings",
 }
 

@@ -1,4 +1,4 @@
-"""BalanceCallback: balancing in Lightning's Trainer with ModelParallelStrategy, whose checkpoints stay whole.
+"""Balancing in Lightning's Trainer: BalanceCallback with ModelParallelStrategy, UnevenBatches with DDP or FSDP.
 
 Works with both names of the library, ``lightning.pytorch`` and ``pytorch_lightning``.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import io
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 import zeroresize as zr
 from zeroresize.comm.collectives import gather_bytes, require_group
 from zeroresize.integrations.trainer_balancing import TrainerBalancing
+from zeroresize.integrations.uneven_steps import UnevenSteps
 
 try:
     from lightning.pytorch import Callback
@@ -26,6 +27,7 @@ except ImportError:
 logger = logging.getLogger(__name__)
 
 _STRATEGY = "ModelParallelStrategy"
+_OTHER_STEPS = "the optimizer does not step with the balancer: accumulate_grad_batches stays what it was in setup()"
 
 
 class BalanceCallback(TrainerBalancing, Callback):
@@ -137,6 +139,87 @@ class BalanceCallback(TrainerBalancing, Callback):
                 self._to_save = {}
 
         return save_checkpoint
+
+
+class UnevenBatches(Callback):
+    """Gives ranks samples by their speed while a Trainer fits a module in plain data parallelism; checkpoints know it.
+
+    ``train_dataloader`` returns :meth:`batches`, and ``training_step`` :meth:`scaled` of its mean loss; see
+    docs/data_parallel.md.
+
+    Args:
+        counted: returns over how many tokens a batch takes its mean loss; None for samples.
+        options: of :class:`zeroresize.DataBalancer`, with ``global_batch``.
+
+    Attributes:
+        balancer: from ``setup`` on.
+
+    Raises:
+        ValueError: when training begins, for several optimizers or manual optimization, and as the balancer does.
+        RuntimeError: where batches are not its own, and before a step of the optimizer without :meth:`scaled`.
+    """
+
+    def __init__(self, *, counted: Callable[[Any], Any] | None = None, **options: Any) -> None:
+        self._counted, self._options, self._num_steps = counted, options, 0
+        self.balancer: Any = None
+        self._steps: UnevenSteps | None = None
+
+    def batches(self, loader: Iterable[Any]) -> UnevenSteps:
+        """Return what a Trainer iterates over, and divides no further, of a loader with the balancer's sampler."""
+        self._steps = UnevenSteps(self.balancer, loader, self._counted, self._num_accumulated)
+        return self._steps
+
+    def scaled(self, loss: Any) -> Any:
+        """Return a batch's mean loss as ``training_step`` returns it."""
+        return self._present.scaled(loss)
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Make the balancer; collective."""
+        self._fits = stage == "fit"
+        if self._fits:
+            self._steps, self._num_accumulated = None, trainer.accumulate_grad_batches
+            self.balancer = zr.DataBalancer(None, None, num_micro_batches=self._num_accumulated, **self._options)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Balance the wrapped model; collective."""
+        if len(trainer.optimizers) != 1 or not pl_module.automatic_optimization:
+            raise ValueError("UnevenBatches with manual optimization, or several optimizers, is not allowed")
+        self.balancer.attach(trainer.strategy.model, trainer.optimizers[0])
+        self._num_steps = trainer.global_step
+
+    def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
+        """Check that the optimizer steps with all of the balancer's step, scaled."""
+        self._present.require_scaled()
+        if not self._present.is_last:
+            raise RuntimeError(_OTHER_STEPS)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        """End the balancer's step with the optimizer's."""
+        has_stepped, self._num_steps = trainer.global_step != self._num_steps, trainer.global_step
+        if has_stepped != self._present.is_last:
+            raise RuntimeError(_OTHER_STEPS)
+        if has_stepped:
+            self.balancer.step()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Take back all hooks."""
+        if self.balancer is not None:
+            self.balancer.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the balancer's state, by which training goes on with the next global batch."""
+        return {} if self.balancer is None else self.balancer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state, in training."""
+        if self._fits:
+            self.balancer.load_state_dict(state_dict)
+
+    @property
+    def _present(self) -> UnevenSteps:
+        if self._steps is None:
+            raise RuntimeError("train_dataloader does not return batches(loader) of UnevenBatches")
+        return self._steps
 
 
 def _gathered(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,27 +1,34 @@
-"""BalanceCallback: balancing in transformers' Trainer, whose checkpoints stay whole."""
+"""Balancing in transformers' Trainer: BalanceCallback within a split model, UnevenTrainer by batches of uneven size."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import distribute_tensor
-from transformers import TrainerCallback
+from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import zeroresize as zr
 from zeroresize.integrations.trainer_balancing import TrainerBalancing
+from zeroresize.integrations.uneven_steps import num_samples, weighed, weights
 from zeroresize.utils.torch_private import is_dtensor
 
 logger = logging.getLogger(__name__)
 
 #: In a checkpoint of the Trainer: the model and its optimizer in whole tensors, and what the balancer has learned.
 FOLDER = "zeroresize"
+#: In the Trainer's state: which samples an UnevenTrainer has seen.
+_BATCHES = "zeroresize.DataBalancer"
 
 #: Models that load whole tensors.
 _dividing: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -135,3 +142,153 @@ def _divide_whole_tensors(model: Any, state_dict: dict[str, Any], prefix: str, *
 
 def _checkpoint_of(args: Any, state: Any) -> Path:
     return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+
+
+_Trainer: Any = Trainer
+
+
+class UnevenTrainer(_Trainer):
+    """A Trainer whose ranks are given samples by their speed; gradients are those of the whole global batch.
+
+    It is a mixin, too: ``class Tuning(UnevenTrainer, SFTTrainer)``. Global batches are as large as ever; checkpoints
+    know what was seen. ``num_items_in_batch`` is of this rank's step, as the balancer sees to the others.
+
+    Args:
+        balancing: arguments of :class:`zeroresize.DataBalancer` besides.
+        lengths: of each sample, as of :meth:`zeroresize.DataBalancer.sampler`.
+
+    Attributes:
+        balancer: of the present training, or of the last one.
+
+    Raises:
+        ValueError: for samplers but at random and in order, and where a checkpoint does not say what was seen.
+    """
+
+    def __init__(self, *args: Any, balancing: Mapping[str, Any] | None = None, lengths: Any = None, **options: Any):
+        super().__init__(*args, **options)
+        self._balancing, self._lengths = dict(balancing or {}), lengths
+        self.balancer: Any = None
+        self._factors = list[Any]()  # of the micro-batches of this step whose backward is to come
+        self.add_callback(_UnevenSteps(self))
+
+    def counted(self, inputs: Mapping[str, Any]) -> Any:
+        """Return over how many samples, or tokens, a micro-batch takes its mean, unless it is by num_items_in_batch."""
+        labels = inputs.get("labels")
+        if not isinstance(labels, Tensor):
+            return num_samples(inputs)
+        return (labels[..., 1:] if getattr(self, "_loss_shifts_labels", False) else labels).ne(-100).sum()
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return the Trainer's loader over this rank's samples, and begin a balancer; collective."""
+        loader, args = super().get_train_dataloader(), self.args
+        order = loader.batch_sampler
+        while (inner := getattr(order, "batch_sampler", None) or getattr(order, "sampler", None)) is not None:
+            order = inner
+        if not isinstance(order, RandomSampler | SequentialSampler):
+            raise ValueError(
+                f"UnevenTrainer with {type(loader.dataset).__name__} sampled by {type(order).__name__} is not allowed: "
+                "samples with a length, at random or in order, are; lengths= tells of different ones"
+            )
+        if self.balancer is not None:
+            self.balancer.close()
+        num_micro_batches = args.gradient_accumulation_steps
+        size = self._train_batch_size * args.world_size * num_micro_batches
+        self.balancer = zr.DataBalancer(
+            None, None, global_batch=size, num_micro_batches=num_micro_batches, **self._balancing
+        )
+        seed = args.seed if args.data_seed is None else args.data_seed
+        options = {"shuffle": isinstance(order, RandomSampler), "drop_last": args.dataloader_drop_last}
+        self._batches = _Skipped(self.balancer.sampler(loader.dataset, self._lengths, seed, **options))
+        alike = ("collate_fn", "num_workers", "pin_memory", "prefetch_factor", "persistent_workers", "worker_init_fn")
+        kept = {name: getattr(loader, name) for name in (*alike, "multiprocessing_context")}
+        return DataLoader(loader.dataset, batch_sampler=self._batches, **kept)
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
+        """Return the micro-batches of a step and what they count here, and agree on what losses weigh; collective."""
+        micro_batches: list[Any] = next(self.balancer.steps(epoch_iterator), [])
+        with _set(self.args, average_tokens_across_devices=False):
+            _, num_items = super().get_batch_samples(iter(micro_batches), len(micro_batches), device)
+        if not micro_batches:
+            return micro_batches, num_items
+        is_of_step = getattr(self, "loss_is_scaled_for_ga", None)  # whether losses are divided by what a step counts
+        is_of_step = num_items is not None if is_of_step is None else is_of_step
+        counted = list(map(self.counted, micro_batches))
+        scale = self.balancer.loss_scale(sum(counted) if num_items is None or not is_of_step else num_items)
+        self._factors = [scale * (1.0 if is_of_step else share) for share in weights(counted).to(scale)]
+        return micro_batches, num_items if num_items is None else torch.as_tensor(num_items).clamp(min=1)
+
+    def training_step(self, *args: Any, **options: Any) -> Tensor:
+        """Compute a micro-batch; the mean over ranks of what it returns is its part of the global batch's loss."""
+        factor, backward = self._factors[0], self.accelerator.backward
+
+        def scaled(loss: Tensor, **further: Any) -> None:
+            del self._factors[0]
+            backward(weighed(loss, factor), **further)
+
+        undone = _set(self.args, average_tokens_across_devices=False, gradient_accumulation_steps=1)
+        with undone, _set(self, current_gradient_accumulation_steps=1), _set(self.accelerator, backward=scaled):
+            return weighed(super().training_step(*args, **options), factor)
+
+    def _save_checkpoint(self, *args: Any, **options: Any) -> None:
+        self.state.stateful_callbacks[_BATCHES] = self.balancer.state_dict()
+        super()._save_checkpoint(*args, **options)
+
+
+class _UnevenSteps(TrainerCallback):
+    """Tells an UnevenTrainer's balancer when training and its steps begin and end."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer, batches = self._trainer, self._trainer._batches
+        trainer.balancer.attach(trainer.model_wrapped, trainer.optimizer)
+        position = divmod(state.global_step, batches.batch_sampler.num_steps)
+        if args.ignore_data_skip:
+            batches.batch_sampler.set_epoch(position[0])
+        elif state.global_step:
+            if (saved := state.stateful_callbacks.get(_BATCHES)) is None:
+                raise ValueError(
+                    "the checkpoint was saved without UnevenTrainer, whose order of samples is another one"
+                )
+            trainer.balancer.load_state_dict(saved)
+            if batches.batch_sampler.position != position:
+                raise ValueError(
+                    f"(epoch, step) {batches.batch_sampler.position} were saved, and the Trainer {position}"
+                )
+            batches.num_skipped = position[1] * args.gradient_accumulation_steps
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._trainer._factors:
+            raise RuntimeError("the loss of a micro-batch went to no accelerator.backward, and so was not scaled")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.balancer.step()
+
+
+class _Skipped(Sampler[list[int]]):
+    """A balancer's batches, and for those that were trained on before empty ones, which the Trainer skips."""
+
+    def __init__(self, batch_sampler: Any) -> None:
+        self.batch_sampler, self.num_skipped = batch_sampler, 0
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        num_skipped, self.num_skipped = self.num_skipped, 0
+        yield from itertools.repeat([], num_skipped)
+        yield from self.batch_sampler
+
+
+@contextmanager
+def _set(target: Any, **values: Any) -> Iterator[None]:
+    """Let attributes of an object have these values."""
+    before = vars(target).copy()
+    vars(target).update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            vars(target).pop(name)
+        vars(target).update({name: before[name] for name in values.keys() & before.keys()})

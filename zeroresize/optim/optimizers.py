@@ -138,11 +138,17 @@ class SteppedTensors:
 def hook_steps(
     optimizer: Any, before: Callable[[], None] | None = None, after: Callable[[], None] | None = None
 ) -> Callable[[], object]:
-    """Call methods of one object before and after every step; ends when the result is called or the object dies."""
+    """Call methods of one object before and after every step; ends when the result is called or the object dies.
+
+    A step that is given a closure begins, for ``before``, when the closure was called first.
+    """
     inner = torch_optimizer(optimizer)
-    registered = ((inner.register_step_pre_hook, before), (inner.register_step_post_hook, after))
-    given = [(register, method) for register, method in registered if method is not None]
-    hooks = [register(_calling(weakref.WeakMethod(method))) for register, method in given]
+    registered = (
+        (inner.register_step_pre_hook, before, _calling_behind_closure),
+        (inner.register_step_post_hook, after, _calling),
+    )
+    given = [(register, method, calling) for register, method, calling in registered if method is not None]
+    hooks = [register(calling(weakref.WeakMethod(method))) for register, method, calling in given]
     unhook = weakref.finalize(given[0][1].__self__, remove_all, hooks)  # type: ignore[attr-defined]
     unhook.atexit = False
     return unhook
@@ -155,6 +161,26 @@ def _calling(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[..., No
             alive()
 
     return call
+
+
+def _calling_behind_closure(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[..., Any]:
+    call = _calling(method)
+
+    def begin(_: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        of_step, *given = args
+        closure = given[0] if given else options.get("closure")
+        if closure is None:
+            return call()
+        calls = itertools.chain([call], itertools.repeat(lambda: None))
+
+        def behind() -> Any:
+            loss = closure()
+            next(calls)()
+            return loss
+
+        return ((of_step, behind, *given[1:]), options) if given else (args, options | {"closure": behind})
+
+    return begin
 
 
 def not_stepped(optimizer: Any, parameters: Mapping[str, Tensor]) -> list[str]:

@@ -28,6 +28,9 @@ from torch.utils import _python_dispatch, _pytree
 
 _c10d: Any = dist.distributed_c10d
 
+#: What all layers are that normalise by a batch, ``SyncBatchNorm`` and lazy ones among them.
+BatchNorm = nn.modules.batchnorm._BatchNorm
+
 # ---------------------------------------------------------------------------------------------------- process groups
 
 
@@ -525,6 +528,12 @@ def fsdp_parameters_of(module: Any) -> list[Any]:
     return [each for group in groups for each in group.fsdp_params]
 
 
+def ranks_of_fsdp(known: Any) -> list[int]:
+    """Return the ranks over which an ``FSDPParam`` is sharded, and replicated: ``FSDPParam.mesh_info``."""
+    ranks: list[int] = sorted(known.mesh_info.mesh.mesh.flatten().tolist())
+    return ranks
+
+
 def reshard_fsdp(module: Any) -> None:
     """Let a module that ``fully_shard`` has hold shards only, also once a gathering under way has ended."""
     for group in module._get_fsdp_state()._fsdp_param_groups:
@@ -614,6 +623,11 @@ def shard_anew(known: Any, made: Any) -> None:
 def leaves_of(value: Any) -> list[Any]:
     """Return what stands in nested containers, in order."""
     return _pytree.tree_leaves(value)
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return nested containers with what a function makes of everything that stands in them."""
+    return _pytree.tree_map(function, value)
 
 
 def leaves_by_path(value: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -1,0 +1,1 @@
+"""Plain data parallelism whose ranks are given samples by their speed."""

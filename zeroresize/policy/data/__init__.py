@@ -1,0 +1,1 @@
+"""How global batches are divided over ranks, and when that pays."""
