@@ -80,7 +80,7 @@ class Copy:
             inputs, targets = next(self.batches)
             loss = nn.functional.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
             if self.balancer is not None:
-                loss = loss * self.balancer.loss_scale(len(targets))
+                loss = loss * self.balancer.loss_scale()
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()

@@ -92,7 +92,7 @@ def test_a_rank_without_samples_adds_nothing_not_even_nan_and_leaves_its_buffers
     for rows in loader:
         assert len(rows) == (4 if rank == 0 else 1)
         loss = wrapper(rows).mean() * (1.0 if rank == 0 else float("nan"))
-        (loss * balancer.loss_scale(len(rows))).backward()
+        (loss * balancer.loss_scale()).backward()
         gradients = {name: full(each.grad) for name, each in named(wrapper)}
         optimizer.step()
         balancer.step()
@@ -316,7 +316,7 @@ def test_a_slow_rank_is_given_fewer_samples_and_then_as_many_as_the_others(rank,
     def train(number):
         for _ in range(number):
             rows = next(batches)
-            (model(rows).square().mean() * balancer.loss_scale(len(rows))).backward()
+            (model(rows).square().mean() * balancer.loss_scale()).backward()
             optimizer.step()
             optimizer.zero_grad()
             balancer.step()
@@ -357,7 +357,7 @@ def test_of_a_step_with_a_closure_only_what_follows_is_the_optimizers(rank, grou
 
         def closure(rows=rows):
             optimizer.zero_grad()
-            loss = model(rows).square().mean() * balancer.loss_scale(len(rows))
+            loss = model(rows).square().mean() * balancer.loss_scale()
             loss.backward()
             return loss
 

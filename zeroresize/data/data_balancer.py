@@ -114,7 +114,7 @@ class DataBalancer(Pausable):
         loader = DataLoader(dataset, batch_sampler=balancer.sampler(dataset), num_workers=4)
         for inputs, targets in loader:
             loss = cross_entropy(model(inputs), targets)
-            (loss * balancer.loss_scale(len(targets))).backward()
+            (loss * balancer.loss_scale()).backward()
             optimizer.step()
             optimizer.zero_grad()
             balancer.step()
@@ -300,14 +300,16 @@ class DataBalancer(Pausable):
             yield [first, *others]
 
     def loss_scale(self, counted: float | Tensor | None = None) -> Tensor:
-        """Return what the mean loss over this rank's counted samples, or tokens, is multiplied by; collective.
+        """Return what the mean loss over this rank's counted samples, or tokens, is multiplied by; alike on all ranks.
 
-        Call it once a step, before the first backward.
+        Call it once a step, before the first backward. It sums over the ranks, who wait for each other, unless it is
+        called for samples.
 
         Args:
             counted: over how many samples, or tokens that no mask leaves out, the rank's whole step takes its mean: of
                 all its micro-batches. Where it is 0 gradients are dropped here, even NaN. A tensor of one number on
-                a GPU is not read, so the mean must not be NaN then. None for samples.
+                a GPU is not read, so the mean must not be NaN then. None for samples, of which each rank knows how many
+                the others have.
 
         Returns:
             A tensor of one number in float64; 0 where nothing is counted here, or on all ranks.
@@ -335,8 +337,10 @@ class DataBalancer(Pausable):
             known, error = math.nan, wrong
         self._require_one_source()
         mine = torch.as_tensor(known, dtype=torch.float64, device=device).reshape(()).clone()
-        total = mine.clone()
-        if self._exchange is not None and self._group is not None:
+        total, part = mine.clone(), self._schedule.part
+        if counted is None and part is not None:
+            total.fill_(part.total)
+        elif self._exchange is not None and self._group is not None:
             all_reduce(total, self._group)
         if error is not None:
             raise error

@@ -51,7 +51,7 @@ class Cutting:
             number = -(-len(computed) // self.micro_batch_size)
         lengths = np.ones(len(computed)) if lengths_B is None else lengths_B[computed]
         square = 0.0 if lengths_B is None else float((lengths**2).sum())
-        self.schedule.note(step, Part(len(mine), number, float(lengths.sum()), square))
+        self.schedule.note(step, Part(total, len(mine), number, float(lengths.sum()), square))
         if lengths_B is None or number == 1:
             return np.array_split(computed, number)
         most = (float(self.micro_batch_size or len(computed)),) * number

@@ -17,10 +17,12 @@ _MOST_WORKERS, MOST_AHEAD = 1024, 4096
 class Part(NamedTuple):
     """Tell what a rank has of a step's global batch.
 
-    ``num_samples`` is 0 for a rank whose micro-batches do not count; ``length`` and ``square`` are sums over the
-    samples that it computes, of their lengths, or numbers, and of the squares of their lengths.
+    ``total`` samples are in the global batch; ``num_samples`` is 0 for a rank whose micro-batches do not count;
+    ``length`` and ``square`` are sums over the samples that it computes, of their lengths, or numbers, and of the
+    squares of their lengths.
     """
 
+    total: int
     num_samples: int
     num_micro_batches: int
     length: float
@@ -137,7 +139,5 @@ class Schedule:
     @property
     def part(self) -> Part | None:
         """What this rank has of the present step; None where nothing of it was fetched."""
-        step, num_samples, num_micro_batches, length, square = self._parts[self.num_steps % MOST_AHEAD].tolist()
-        if step != self.num_steps:
-            return None
-        return Part(int(num_samples), int(num_micro_batches), length, square)
+        step, total, samples, micro_batches, *sums = self._parts[self.num_steps % MOST_AHEAD].tolist()
+        return Part(int(total), int(samples), int(micro_batches), *sums) if step == self.num_steps else None

@@ -83,19 +83,23 @@ class Division:
         """
         if not np.ptp(lengths_B):
             return np.split(np.arange(len(lengths_B)), np.cumsum(self.counts(len(lengths_B)))[:-1])
-        work_B, pace_R = self.work(lengths_B), np.array(self.pace_s)
-        counts_R, least_R = np.zeros(len(pace_R)), np.minimum(self.counts(len(lengths_B)), self.least)
-        loads_R, rank_B = np.array(self.fixed_s), np.zeros(len(work_B), dtype=np.int64)
-        order = np.argsort(-work_B, kind="stable")
-        for left, place in zip(range(len(order), 0, -1), order.tolist(), strict=True):
-            after_R = loads_R + pace_R * work_B[place]
-            lacking_R = least_R - counts_R
-            is_free_R = counts_R < np.array(self.most)
-            if lacking_R.clip(min=0.0).sum() >= left:  # the last ones are for those that have too few
-                is_free_R &= lacking_R > 0.0
-            rank = int(np.where(is_free_R, after_R, np.inf).argmin())
-            loads_R[rank], rank_B[place] = after_R[rank], rank
-            counts_R[rank] += 1
+        work_B, num_ranks = self.work(lengths_B), len(self.pace_s)
+        lacking = [min(count, self.least) for count in self.counts(len(lengths_B))]
+        free, loads_s = list(self.most), list(self.fixed_s)
+        rank_B, num_lacking = np.zeros(len(work_B), dtype=np.int64), sum(lacking)
+        order = np.argsort(-work_B, kind="stable").tolist()
+        for num_left, (place, work) in zip(
+            range(len(order), 0, -1), zip(order, work_B[order].tolist(), strict=True), strict=True
+        ):
+            ranks = [rank for rank in range(num_ranks) if free[rank] > 0.0]
+            if num_lacking >= num_left:  # the last ones are for those that have too few
+                ranks = [rank for rank in ranks if lacking[rank]]
+            _, rank = min((loads_s[rank] + self.pace_s[rank] * work, rank) for rank in ranks)
+            num_lacking -= lacking[rank] > 0
+            lacking[rank], free[rank] = max(lacking[rank] - 1, 0), free[rank] - 1.0
+            loads_s[rank] += self.pace_s[rank] * work
+            rank_B[place] = rank
+        loads_R, pace_R = np.array(loads_s), np.array(self.pace_s)
         self._exchange(loads_R, rank_B, work_B)
         return [np.flatnonzero(rank_B == rank) for rank in range(len(pace_R))]
 
