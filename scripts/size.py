@@ -25,7 +25,7 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 52_093,
+    "package lines": 52_094,
     "package files": 297,
     "package code lines": 33_869,
     "tests lines": 51_682,

@@ -48,5 +48,6 @@ class UncountedForwards:
                 if tensor.grad_fn is not None:
                     tensor.register_hook(self._kept)
 
-    def _kept(self, gradient: Tensor) -> Tensor | None:
-        return torch.zeros_like(gradient) if self._drops() else None
+    def _kept(self, gradient: Tensor | None) -> Tensor | None:
+        # DDP has none for results that the loss did not use.
+        return torch.zeros_like(gradient) if gradient is not None and self._drops() else None
