@@ -25,10 +25,10 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 52_094,
+    "package lines": 52_112,
     "package files": 297,
-    "package code lines": 33_869,
-    "tests lines": 51_682,
+    "package code lines": 33_881,
+    "tests lines": 51_680,
     "examples lines": 14_005,
     "docs lines": 5_305,
     "tuning constants": 161,
