@@ -366,6 +366,7 @@ class DataBalancer(Pausable):
             self._source.step_ended()
         self._steps.end_step(part, division)
         if self._exchange is None or self._counts is not None:
+            self._steps.forget()
             return
         num_steps = self._schedule.num_steps
         self._exchange.where.call, self._exchange.where.num_steps = Call.STEP, num_steps

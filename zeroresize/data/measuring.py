@@ -66,9 +66,13 @@ class RankSteps:
         ]
         window, optimizer_s = window_of(steps, end_step), self._optimizer_s
         excess_s = math.fsum(max(step.busy_s - window.busy_s, 0.0) for step in steps if step.busy_s > 0.0)
-        self._read, self._optimizer_s = [], []
+        self.forget()
         fixed_s = float(np.median(optimizer_s)) if optimizer_s else 0.0
         return RankWindow(window, fixed_s, excess_s, self._lengths.squares, self._most)
+
+    def forget(self) -> None:
+        """Drop the steps since the last window, which would else be kept where nobody asks for one."""
+        self._read, self._optimizer_s = [], []
 
     @property
     def _most(self) -> float:
