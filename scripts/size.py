@@ -25,13 +25,13 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 52_117,
+    "package lines": 52_154,
     "package files": 297,
-    "package code lines": 33_884,
-    "tests lines": 51_681,
-    "examples lines": 14_005,
-    "docs lines": 5_305,
-    "tuning constants": 161,
+    "package code lines": 33_909,
+    "tests lines": 51_709,
+    "examples lines": 14_008,
+    "docs lines": 5_321,
+    "tuning constants": 164,
 }
 
 

@@ -1,8 +1,9 @@
 """Batches divided by speed, simulated by the decisions of training: python -m scripts.bench.uneven_batches_simulated
 
-Four ranks, or ``--ranks``; a step takes a second while nobody is slow, of which a tenth is the same for any number of
-samples. Rows: nobody slow, with noise; the last rank slow from step 100 on, for ever; each in turn, χ = 4; and random
-spells, whose lengths have Pareto's distribution of that exponent, so short that a change hardly ever pays, or longer.
+Four ranks, or ``--ranks``; a step takes a second while nobody is slow, of which a tenth, or ``--fixed``, is the same
+for any number of samples. Rows: nobody slow, with noise; the last rank slow from step 100 on, for ever; each in turn,
+χ = 4; and random spells, whose lengths have Pareto's distribution of that exponent, so short that a change hardly ever
+pays, or longer.
 *Of off*: a mean step, of that of even batches with the same noise: the mean over the seeds, and the worst. *Removed*:
 of what the best division of each step would have taken off. ``--change`` is what a change takes, in steps, as where
 code is compiled anew.
@@ -42,7 +43,8 @@ def removed(cluster: BatchCluster, chis: Floats, trace: BatchTrace) -> float:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, steps=6000, seeds=5, ranks=4, batch_of_rank=64, every=10, ahead=4, change=0.0)
+    sizes = {"steps": 6000, "seeds": 5, "ranks": 4, "batch_of_rank": 64, "every": 10, "ahead": 4}
+    parser = parser_of(__doc__, **sizes, change=0.0, fixed=0.1)
     options = parser.parse_args()
     shape = options.steps, options.ranks
 
@@ -73,6 +75,7 @@ def main() -> None:
                 noise=NOISES[noise],
                 ahead=options.ahead,
                 change_s=options.change,
+                fixed_s=options.fixed,
                 seed=seed,
             )
             chis = chis_of(seed)

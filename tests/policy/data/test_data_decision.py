@@ -68,6 +68,34 @@ def test_a_slow_rank_is_given_fewer_samples_and_all_again_once_it_has_recovered(
     assert settled_s <= 1.03 * best_s
     assert job.decision.state.name == BY_SPEED
     assert job.run(30, [1.0] * num_ranks) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("chi", [2.0, 4.0])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("fixed_s", [0.3, 0.9])
+def test_seconds_that_do_not_grow_with_samples_are_learned_so_ranks_with_few_are_not_thought_slow(
+    num_ranks, chi, fixed_s
+):
+    job = Job(num_ranks, 64 * num_ranks, fixed_s=fixed_s, noise=0.01)
+    job.run(5, [1.0] * num_ranks)
+    chis = [1.0] * (num_ranks - 1) + [chi]
+    settled_s = job.run(8, chis)
+    of_last = range(num_ranks - 1, 64 * num_ranks // 2)
+    best_s = min(
+        max(job.busy_s([*[(64 * num_ranks - last) / (num_ranks - 1)] * (num_ranks - 1), last], chis))
+        for last in of_last
+    )
+    assert settled_s <= 1.05 * best_s
+    assert job.run(4, [1.0] * num_ranks) == pytest.approx(fixed_s + 0.9)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_rank_that_recovers_just_when_the_division_changes_is_soon_given_its_samples_again(num_ranks):
+    job = Job(num_ranks, 64 * num_ranks, fixed_s=0.3, noise=0.01)
+    job.run(5, [1.0] * num_ranks)
+    while job.coming is None:
+        job.run(1, [1.0] * (num_ranks - 1) + [2.0])
+    assert job.run(8, [1.0] * num_ranks) == pytest.approx(1.2)
     assert job.decision.state.name == EVEN
 
 

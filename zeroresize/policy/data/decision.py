@@ -18,6 +18,11 @@ from zeroresize.policy.speed.meter import SpeedMeter
 
 #: Of what a rank takes at least so much is by work, whatever its fixed seconds are said to be.
 _LEAST_BY_WORK = 0.1
+#: Of so many changes of the division, in which a rank's work differs by this share at least, it is learned how much of
+#: what a step takes is not by work: as much as this many times an even share of work takes, at most.
+_CHANGES, _LEAST_CHANGE, _MOST_FIXED = 4, 0.1, 2.0
+#: It is known to one part in so many of that.
+_PARTS = 50
 #: So much of all training changes may have lost in all, where the next one is due.
 _MAY_LOSE = 0.003
 #: Of what even batches are thought to take longer so much is certain: seconds may be fixed of which nobody knows.
@@ -65,6 +70,9 @@ class DataState:
     name: str = EVEN
     rental: Rental = field(default_factory=Rental)
     fixed_s: list[float] = field(default_factory=list)
+    fixed_work: float = 0.0  # what a step takes beside work and optimizer is that of so much work, on each rank
+    contrasts: list[tuple[tuple[float, float, float], ...]] = field(default_factory=list)
+    last: tuple[tuple[float, float], ...] = ()  # [R] of the last window: work, and seconds but for the optimizer
     before: Division | None = None  # in force until the step ``changed_at``
     changed_at: int = -1
     num_steps: int = 0  # of all windows so far, with the seconds that they took, and that even batches took longer
@@ -179,14 +187,43 @@ class DataDecision:
         measured = zip(self._most, rows, strict=True)
         self._even = replace(self._even, most=tuple(min(most, row.most) for most, row in measured))
         self._per_sample = sum(row.window.work for row in rows) / self._global_batch
-        state.fixed_s = [min(row.fixed_s, (1.0 - _LEAST_BY_WORK) * row.window.busy_s) for row in rows]
-        pace_s = tuple(
-            (row.window.busy_s - fixed_s) / row.window.work for row, fixed_s in zip(rows, state.fixed_s, strict=True)
-        )
-        for each_s, meter in zip(pace_s, state.meters, strict=True):
+        optimizer_s = [min(row.fixed_s, (1.0 - _LEAST_BY_WORK) * row.window.busy_s) for row in rows]
+        works = [row.window.work for row in rows]
+        worked_s = [row.window.busy_s - fixed_s for row, fixed_s in zip(rows, optimizer_s, strict=True)]
+        before = state.fixed_work
+        self._learn_fixed_work(tuple(zip(works, worked_s, strict=True)))
+        pace_s = tuple(each_s / (state.fixed_work + work) for each_s, work in zip(worked_s, works, strict=True))
+        for each_s, work, meter in zip(pace_s, works, state.meters, strict=True):
             meter.pass_interval()
-            meter.take([math.log(each_s)])
+            meter.take([math.log(each_s)], math.log((before + work) / (state.fixed_work + work)))
+        state.fixed_s = [
+            fixed_s + state.fixed_work * each_s for fixed_s, each_s in zip(optimizer_s, self.pace_s, strict=True)
+        ]
         self._account(rows, pace_s)
+
+    def _learn_fixed_work(self, now: tuple[tuple[float, float], ...]) -> None:
+        """Learn from ranks whose work changed, and not their speed, how many seconds stayed: as many for all, in work.
+
+        A rank of work w takes (fixed + w) times a unit's seconds. By the last changes that fixed work is taken which
+        comes nearest to the logarithms of how seconds changed, in the sum of all ranks: a rank that grew slow in just
+        that change decides nothing.
+        """
+        state, last = self.state, self.state.last or now
+        state.last = now
+        pairs = tuple(
+            (work, works, math.log(after_s / before_s))
+            for (work, before_s), (works, after_s) in zip(last, now, strict=True)
+        )
+        if max(abs(math.log(works / work)) for work, works, _ in pairs) < _LEAST_CHANGE:
+            return
+        state.contrasts = [*state.contrasts, pairs][-_CHANGES:]
+        known = [each for contrast in state.contrasts for each in contrast]
+        most = _MOST_FIXED * math.fsum(work for work, _ in now) / len(now)
+
+        def miss(fixed: float) -> float:
+            return math.fsum(abs(math.log((fixed + after) / (fixed + before)) - seen) for before, after, seen in known)
+
+        state.fixed_work = min((most * part / _PARTS for part in range(_PARTS + 1)), key=miss)
 
     def _account(self, rows: Sequence[RankWindow], pace_s: tuple[float, ...]) -> None:
         """Add up what steps have gained on even batches, less what a change disturbed, and learn the latter."""
