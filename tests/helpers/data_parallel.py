@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import zeroresize as zr
-from zeroresize.data.sampler import BalancedBatchSampler, Cutting
+from zeroresize.data.sampler import BalancedBatchSampler
 from zeroresize.data.schedule import Schedule
 from zeroresize.policy.data.division import Division
 
@@ -59,7 +59,7 @@ def wrapped(model, kind, group):
 
 def global_batches(num_samples, global_batch, *, seed=0, epochs=1, drop_last=False):
     """The samples of each global batch, as one process has them."""
-    alone = Cutting(Schedule(Division.of_counts((1.0,)), 0), global_batch, 1, None)
+    alone = Schedule(Division.of_counts((1.0,)), 0, global_batch)
     sampler = BalancedBatchSampler(alone, num_samples, None, seed, True, drop_last)
     batches = []
     for epoch in range(epochs):

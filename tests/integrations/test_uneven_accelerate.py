@@ -104,6 +104,8 @@ def test_a_prepared_loader_is_noticed(rank, group):
     dataset = NamedRows(200)
     with as_rank(rank, 2):
         accelerator, model, optimizer, balancer, batches = parts(dataset)
+        with pytest.raises(ValueError, match="does not have the `batch_size` attribute set"):
+            accelerate.data_loader.prepare_data_loader(batches._loader, split_batches=True)
         prepared = accelerator.prepare(batches._loader)
         with pytest.raises(RuntimeError, match=r"no batch of this step|something divides the sampler's batches"):
             for rows in prepared:

@@ -92,6 +92,17 @@ def test_a_rank_whose_samples_are_all_masked_adds_nothing(rank, group, kind, *, 
     assert_alike(dict(trainer.model.named_parameters()), whole)
 
 
+@on_ranks(2, timeout_s=110)
+def test_with_split_batches_a_global_batch_is_as_large_as_accelerate_makes_it(rank, group, *, tmp_path):
+    expected, whole = trained_by_one_process(NamedRows(43, masked=True), 2)
+    options = {"per_device_train_batch_size": GLOBAL_BATCH, "accelerator_config": {"split_batches": True}}
+    with as_rank(rank, 2):
+        trainer = trainer_of(TakesSums(), tmp_path, counts=UNEVEN, **options)
+        trainer.train()
+    assert losses_of(trainer) == near(expected)
+    assert_alike(dict(trainer.model.named_parameters()), whole)
+
+
 def test_one_process_alone_trains_as_ever(tmp_path):
     expected, whole = trained_by_one_process(NamedRows(43, masked=True), 2)
     trainer = trainer_of(TakesSums(), tmp_path, per_device_train_batch_size=GLOBAL_BATCH)

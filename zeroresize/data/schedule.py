@@ -1,12 +1,19 @@
-"""Which division holds from which step on, and what loaders have fetched: in memory that their workers share."""
+"""How global batches are divided from which step on, and what loaders have fetched: in memory that workers share.
+
+``B`` samples of a global batch.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from zeroresize.policy.data.division import Division
+from zeroresize.policy.data.division import Division, Floats
+
+Places = NDArray[np.int64]
 
 #: So many divisions are kept: those of steps that loaders may still fetch are among them.
 _KEPT = 16
@@ -18,31 +25,45 @@ class Part(NamedTuple):
     """Tell what a rank has of a step's global batch.
 
     ``total`` samples are in the global batch; ``num_samples`` is 0 for a rank whose micro-batches do not count;
-    ``length`` and ``square`` are sums over the samples that it computes, of their lengths, or numbers, and of the
-    squares of their lengths.
+    ``over`` is how many steps of the epoch are over with this one, 0 with the last; ``length`` and ``square`` are sums
+    over the samples that it computes, of their lengths, or numbers, and of the squares of their lengths.
     """
 
     total: int
     num_samples: int
     num_micro_batches: int
+    over: int
     length: float
     square: float
 
 
 class Schedule:
-    """Holds the divisions of all steps that are to come, the same on all ranks; it can be pickled for workers.
+    """Holds how this rank's batches are cut in all steps to come; it can be pickled for workers.
 
     Steps are counted from 0 over all epochs.
+
+    Args:
+        first: how global batches are divided at first.
+        global_batch: samples of a step on all ranks.
+        num_micro_batches: of each rank in each step, unless ``micro_batch_size`` says it.
+        micro_batch_size: samples of a micro-batch at most, so that ranks may have unequally many; None for no limit.
     """
 
-    def __init__(self, first: Division, rank: int) -> None:
-        self.rank, self._least = rank, first.least
-        num_ranks = len(first.pace_s)
-        self._divisions = torch.zeros(_KEPT, 2 + 3 * num_ranks, dtype=torch.float64).share_memory_()
+    def __init__(
+        self,
+        first: Division,
+        rank: int,
+        global_batch: int,
+        num_micro_batches: int = 1,
+        micro_batch_size: int | None = None,
+    ) -> None:
+        self.rank, self.num_ranks, self._least = rank, len(first.pace_s), first.least
+        self.global_batch = global_batch
+        self.num_micro_batches, self.micro_batch_size = num_micro_batches, micro_batch_size
+        self._divisions = torch.zeros(_KEPT, 2 + 3 * self.num_ranks, dtype=torch.float64).share_memory_()
         self._parts = torch.full((MOST_AHEAD, 1 + len(Part._fields)), -1.0, dtype=torch.float64).share_memory_()
-        #: How many divisions there were, steps that are over, the step with which the present epoch of a stream began,
-        #: how many steps at most are fetched ahead, and the first step behind the epoch, -1 until that is known.
-        self._numbers = torch.tensor([0, 0, 0, 0, -1]).share_memory_()
+        #: How many divisions there were, how many steps are over, and how many are fetched ahead at most.
+        self._numbers = torch.zeros(3, dtype=torch.int64).share_memory_()
         self._fetched = torch.zeros(_MOST_WORKERS, dtype=torch.int64).share_memory_()
         self._known = dict[int, Division]()
         self.add(0, first)
@@ -64,10 +85,9 @@ class Schedule:
     def _division(self, number: int) -> Division:
         """The one with a number, from 1 on."""
         if number not in self._known:
-            _, squares, *of_ranks = self._divisions[(number - 1) % _KEPT].tolist()
-            size = len(of_ranks) // 3
-            fixed_s, pace_s, most = (tuple(of_ranks[begin : begin + size]) for begin in range(0, 3 * size, size))
-            self._known[number] = Division(fixed_s, pace_s, squares, most, self._least)
+            row = self._divisions[(number - 1) % _KEPT]
+            fixed_s, pace_s, most = map(tuple, row[2:].view(3, -1).tolist())
+            self._known[number] = Division(fixed_s, pace_s, float(row[1]), most, self._least)
             self._known.pop(number - _KEPT, None)
         return self._known[number]
 
@@ -86,32 +106,6 @@ class Schedule:
         """How many steps are over."""
         return int(self._numbers[1])
 
-    @num_steps.setter
-    def num_steps(self, number: int) -> None:
-        self._numbers[1] = number
-
-    def go_on_from(self, num_steps: int) -> None:
-        """Go on behind so many steps, and forget what was fetched."""
-        self._numbers[1:] = torch.tensor([num_steps, num_steps, 0, -1])
-        self._fetched.zero_()
-        self._parts.fill_(-1.0)
-
-    @property
-    def step_of_epoch(self) -> int:
-        """How many steps of a stream's present epoch are over; 0 once all are."""
-        _, over, begin, _, end = self._numbers.tolist()
-        return 0 if over >= end >= begin else over - begin
-
-    def begin_epoch(self, begin: int) -> None:
-        """Let an epoch begin with this step, below 0 where the first ones were those of a training before."""
-        if self._numbers[2] != begin:  # another worker may have ended it already
-            self._numbers[4] = -1
-        self._numbers[2] = begin
-
-    def end_epoch(self, end: int) -> None:
-        """Let the present epoch end before this step."""
-        self._numbers[4] = end
-
     @property
     def fetched(self) -> int:
         """The first step of which no loader has fetched anything."""
@@ -121,23 +115,63 @@ class Schedule:
     def ahead(self) -> int:
         """How many steps were fetched ahead at most."""
         self.expect_ahead(self.fetched - self.num_steps)
-        return int(self._numbers[3])
+        return int(self._numbers[2])
 
     def expect_ahead(self, most: int) -> None:
         """Note that so many steps may be fetched ahead."""
-        self._numbers[3] = max(int(self._numbers[3]), most)
+        self._numbers[2] = max(int(self._numbers[2]), most)
 
-    def fetch(self, step: int, worker: int = 0) -> Division:
-        """Note that a step is fetched, and return its division."""
+    def fetch(self, step: int, total: int, over: int, lengths_B: Floats | None = None, worker: int = 0) -> list[Places]:
+        """Return the places within a step's global batch, of ``total`` samples, that each micro-batch has here.
+
+        A rank without samples computes the first ones, which do not count: each micro-batch has one of them.
+        """
         self._fetched[worker] = step + 1
-        return self.at(step)
-
-    def note(self, step: int, part: Part) -> None:
-        """Note what this rank has of a step."""
-        self._parts[step % MOST_AHEAD] = torch.tensor([float(step), *map(float, part)], dtype=torch.float64)
+        division, rank = self.at(step), self.rank
+        if lengths_B is None:
+            counts = division.counts(total)
+            mine = np.arange(sum(counts[:rank]), sum(counts[: rank + 1]))
+        else:
+            mine = division.parts(lengths_B)[rank]
+        number = min(self.num_micro_batches, total)
+        computed = mine if len(mine) else np.arange(number)
+        if self.micro_batch_size is not None:
+            number = -(-len(computed) // self.micro_batch_size)
+        lengths = np.ones(len(computed)) if lengths_B is None else lengths_B[computed]
+        square = 0.0 if lengths_B is None else float((lengths**2).sum())
+        part = Part(total, len(mine), number, over, float(lengths.sum()), square)
+        self._parts[step % MOST_AHEAD] = torch.tensor([step, *part], dtype=torch.float64)
+        if lengths_B is None or number == 1:
+            return np.array_split(computed, number)
+        most = (float(self.micro_batch_size or len(computed)),) * number
+        evenly = Division.of_counts((1.0,) * number, most)
+        return [computed[places] for places in evenly.parts(division.work(lengths))]
 
     @property
     def part(self) -> Part | None:
         """What this rank has of the present step; None where nothing of it was fetched."""
-        step, total, samples, micro_batches, *sums = self._parts[self.num_steps % MOST_AHEAD].tolist()
-        return Part(int(total), int(samples), int(micro_batches), *sums) if step == self.num_steps else None
+        step, total, samples, micro_batches, over, *sums = self._parts[self.num_steps % MOST_AHEAD].tolist()
+        return Part(int(total), int(samples), int(micro_batches), int(over), *sums) if step == self.num_steps else None
+
+    @property
+    def fetched_part(self) -> Part:
+        """The same; a RuntimeError where nothing was fetched."""
+        if (part := self.part) is None:
+            raise RuntimeError(
+                "no batch of this step came from the sampler: make the loader with "
+                "batch_sampler=balancer.sampler(dataset), or of balancer.stream(samples), let nobody divide it again, "
+                "and call step() once for each of its global batches"
+            )
+        return part
+
+    def end_step(self) -> tuple[Part, Division]:
+        """End the present step; return what this rank had of it, and how it was divided."""
+        ended = self.fetched_part, self.now
+        self._numbers[1] += 1
+        return ended
+
+    def go_on_from(self, num_steps: int) -> None:
+        """Go on behind so many steps, and forget what was fetched."""
+        self._numbers[1:] = torch.tensor([num_steps, 0])
+        self._fetched.zero_()
+        self._parts.fill_(-1.0)

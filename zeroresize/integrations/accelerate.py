@@ -40,21 +40,17 @@ class UnevenBatches(UnevenSteps, DataLoaderStateMixin):
         finally:
             self.end()
 
-    def scaled(self, loss: Tensor) -> Tensor:
-        """Return a micro-batch's mean loss as ``accelerator.backward`` takes it."""
-        if self._accelerator.sync_gradients != self.is_last:
-            raise RuntimeError(
-                "the optimizer would not step with the last micro-batch of the balancer's step: compute each within "
-                "accelerator.accumulate(model), with num_micro_batches=accelerator.gradient_accumulation_steps"
-            )
-        return super().scaled(loss)
-
     def backward(self, loss: Tensor) -> Tensor:
         """Call ``accelerator.backward`` of a micro-batch's mean loss, scaled; the mean over ranks of sums is the loss.
 
         Raises:
             RuntimeError: a second time, and outside of ``accelerator.accumulate``.
         """
+        if self._accelerator.sync_gradients != self.is_last:
+            raise RuntimeError(
+                "the optimizer would not step with the last micro-batch of the balancer's step: compute each within "
+                "accelerator.accumulate(model), with num_micro_batches=accelerator.gradient_accumulation_steps"
+            )
         scaled = self.scaled(loss)
         self._accelerator.backward(scaled)
         return scaled.detach() / self.divided_by

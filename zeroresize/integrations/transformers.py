@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import weakref
 from collections.abc import Iterator, Mapping
@@ -14,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import distribute_tensor
-from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -192,16 +191,17 @@ class UnevenTrainer(_Trainer):
         if self.balancer is not None:
             self.balancer.close()
         num_micro_batches = args.gradient_accumulation_steps
-        size = self._train_batch_size * args.world_size * num_micro_batches
+        # With split_batches Accelerate divides a batch over ranks, and else each of them has one.
+        size = self._train_batch_size * num_micro_batches * (1 if self.accelerator.split_batches else args.world_size)
         self.balancer = zr.DataBalancer(
             None, None, global_batch=size, num_micro_batches=num_micro_batches, **self._balancing
         )
         seed = args.seed if args.data_seed is None else args.data_seed
         options = {"shuffle": isinstance(order, RandomSampler), "drop_last": args.dataloader_drop_last}
-        self._batches = _Skipped(self.balancer.sampler(loader.dataset, self._lengths, seed, **options))
+        self._sampler = self.balancer.sampler(loader.dataset, self._lengths, seed, **options)
         alike = ("collate_fn", "num_workers", "pin_memory", "prefetch_factor", "persistent_workers", "worker_init_fn")
         kept = {name: getattr(loader, name) for name in (*alike, "multiprocessing_context")}
-        return DataLoader(loader.dataset, batch_sampler=self._batches, **kept)
+        return DataLoader(loader.dataset, batch_sampler=self._sampler, **kept)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
         """Return the micro-batches of a step and what they count here, and agree on what losses weigh; collective."""
@@ -241,22 +241,20 @@ class _UnevenSteps(TrainerCallback):
         self._trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        trainer, batches = self._trainer, self._trainer._batches
+        trainer, sampler = self._trainer, self._trainer._sampler
         trainer.balancer.attach(trainer.model_wrapped, trainer.optimizer)
-        position = divmod(state.global_step, batches.batch_sampler.num_steps)
+        position = divmod(state.global_step, sampler.num_steps)
         if args.ignore_data_skip:
-            batches.batch_sampler.set_epoch(position[0])
+            sampler.set_epoch(position[0])
         elif state.global_step:
             if (saved := state.stateful_callbacks.get(_BATCHES)) is None:
                 raise ValueError(
                     "the checkpoint was saved without UnevenTrainer, whose order of samples is another one"
                 )
             trainer.balancer.load_state_dict(saved)
-            if batches.batch_sampler.position != position:
-                raise ValueError(
-                    f"(epoch, step) {batches.batch_sampler.position} were saved, and the Trainer {position}"
-                )
-            batches.num_skipped = position[1] * args.gradient_accumulation_steps
+            if sampler.position != position:
+                raise ValueError(f"(epoch, step) {sampler.position} were saved, and the Trainer {position}")
+            sampler.repeats = True
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._trainer._factors:
@@ -266,29 +264,15 @@ class _UnevenSteps(TrainerCallback):
         self._trainer.balancer.step()
 
 
-class _Skipped(Sampler[list[int]]):
-    """A balancer's batches, and for those that were trained on before empty ones, which the Trainer skips."""
-
-    def __init__(self, batch_sampler: Any) -> None:
-        self.batch_sampler, self.num_skipped = batch_sampler, 0
-
-    def __len__(self) -> int:
-        return len(self.batch_sampler)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        num_skipped, self.num_skipped = self.num_skipped, 0
-        yield from itertools.repeat([], num_skipped)
-        yield from self.batch_sampler
-
-
 @contextmanager
 def _set(target: Any, **values: Any) -> Iterator[None]:
     """Let attributes of an object have these values."""
-    before = vars(target).copy()
-    vars(target).update(values)
+    held = vars(target)
+    before = {name: held[name] for name in values if name in held}
+    held.update(values)
     try:
         yield
     finally:
         for name in values:
-            vars(target).pop(name)
-        vars(target).update({name: before[name] for name in values.keys() & before.keys()})
+            del held[name]
+        held.update(before)

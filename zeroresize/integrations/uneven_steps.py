@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zeroresize.utils.torch_state import tensors_in
+
 
 def num_samples(batch: Any) -> int:
     """Return the length of a batch's first tensor."""
-    while isinstance(batch, Mapping | list | tuple) and len(batch):
-        batch = next(iter(batch.values() if isinstance(batch, Mapping) else batch))
-    if not isinstance(batch, Tensor) or not batch.ndim:
-        raise ValueError(
-            f"a batch whose first part is a {type(batch).__name__} does not tell its samples: give counted"
-        )
-    return len(batch)
+    first = next(tensors_in(batch), None)
+    if first is None or not first.ndim:
+        raise ValueError(f"a {type(batch).__name__} that begins with no rows does not tell its samples: give counted")
+    return len(first)
 
 
 def weights(counted: Sequence[Any]) -> Tensor:
