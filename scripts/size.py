@@ -25,10 +25,10 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 52_096,
+    "package lines": 51_901,
     "package files": 297,
-    "package code lines": 33_860,
-    "tests lines": 51_760,
+    "package code lines": 33_714,
+    "tests lines": 51_755,
     "examples lines": 14_008,
     "docs lines": 5_323,
     "tuning constants": 164,

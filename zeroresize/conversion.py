@@ -34,7 +34,7 @@ from zeroresize.layers.weight_checks import why_no_whole_weight
 from zeroresize.measure.timed_products import measure_wanted_shares
 from zeroresize.plan.ownership import checked_shares
 from zeroresize.resharding.agreement import meet_over, meet_prepared
-from zeroresize.resharding.data_parallel import unwrap
+from zeroresize.resharding.data_parallel import sharded_optimizer, unwrap
 from zeroresize.resharding.segments.divided_lora import divide_lora
 from zeroresize.resharding.segments.search_segments import (
     WHOLE_UNITS,
@@ -43,7 +43,6 @@ from zeroresize.resharding.segments.search_segments import (
     search_segments,
     summary_of_segments,
 )
-from zeroresize.resharding.sharded_optimizer import sharded_optimizer
 from zeroresize.resharding.state_dict_guards import guard_save_pretrained
 from zeroresize.resharding.units.owned_units import OwnedUnits, divide_units, require_segments
 from zeroresize.utils.checked import checked

@@ -20,12 +20,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import zeroresize as zr
 from zeroresize.checkpoints.checksums import CHECKSUMS, Checksums
-from zeroresize.checkpoints.divided_tensor import (
-    DividedTensor,
-    Piece,
-    TensorDivision,
-    unit_pieces,
-)
+from zeroresize.checkpoints.divided_tensor import DividedTensor, TensorDivision
+from zeroresize.plan.layout import Piece, unit_pieces
 from zeroresize.resharding.units.moving_units import move_units
 from zeroresize.utils.torch_private import strided_shard
 

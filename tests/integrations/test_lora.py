@@ -358,7 +358,7 @@ def test_matrices_merge_at_home(rank, group, how):
     balancer = exact(model, optimizer)
     balancer.move((3, 1))
     expected = loss_of(model, 0).item()
-    with pytest.raises(RuntimeError, match=r"merge\(\) of LoRA into .* divided unevenly .*at_home\(\)"):
+    with pytest.raises(RuntimeError, match=r"merge\(\) of LoRA into .*, whose units are away: .*at_home\(\)"):
         model.merge_and_unload()
     with balancer.at_home():
         if how == "layers":

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -21,24 +21,10 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from zeroresize.checkpoints.checksums import CHECKSUMS, Checksums
 from zeroresize.layers.local_parts import local_of
-from zeroresize.plan.ownership import Indices
+from zeroresize.plan.layout import Piece, unit_pieces
 from zeroresize.utils.torch_private import is_copy_to, is_dtensor, make_wrapper, no_torch_function
 
 _EMPTY = ChunkStorageMetadata(torch.Size([0]), torch.Size([0]))
-
-
-class Piece(NamedTuple):
-    """Describes entries that are neighbours along one dimension, both in the whole tensor and on this rank.
-
-    Attributes:
-        begin: where they begin in the whole tensor.
-        local_begin: where they begin on this rank.
-        length: how many they are.
-    """
-
-    begin: int
-    local_begin: int
-    length: int
 
 
 @dataclass(frozen=True)
@@ -89,34 +75,11 @@ def _in_parts(dtensor: Any, begin: int) -> TensorDivision | None:
     at = next((at for at, each in enumerate(dtensor.placements) if getattr(each, "split_factor", 1) > 1), None)
     if at is None or dims.count(dims[at]) > 1:  # where a dimension is divided twice it tells the order
         return None
-    dim, parts, held = (
-        dtensor.placements[at].dim,
-        dtensor.placements[at].split_factor,
-        (begin, begin + len(local_of(dtensor))),
-    )
+    dim, parts = dtensor.placements[at].dim, dtensor.placements[at].split_factor
+    held = begin, begin + len(local_of(dtensor))
     units = np.arange(dtensor.shape[dim] // parts)
     pieces = unit_pieces(np.array_split(units, mesh.size(at))[mesh.get_local_rank(at)], len(units), (1,) * parts)
     return TensorDivision(dim, len(units) * parts, lambda: pieces, rows=(lambda: held) if dim else None)
-
-
-def unit_pieces(units: Indices, num_units: int, rows: Sequence[int], *, each: bool = False) -> list[Piece]:
-    """Return the pieces of a rank that owns some units: runs of neighbours in every part, such as q, k and v.
-
-    Args:
-        units: that this rank owns, ascending.
-        num_units: of all ranks together, in every part.
-        rows: neighbours that one unit has, in each part.
-        each: whether every unit is a piece, so that copies on several ranks are the same pieces.
-    """
-    runs = np.split(units, np.flatnonzero((np.diff(units) != 1) | each) + 1) if len(units) else []
-    pieces: list[Piece] = []
-    begin = local_begin = 0
-    for of_part in rows:
-        for run in runs:
-            pieces.append(Piece(begin + int(run[0]) * of_part, local_begin, len(run) * of_part))
-            local_begin += len(run) * of_part
-        begin += num_units * of_part
-    return pieces if each else _joined(pieces)
 
 
 @dataclass
@@ -287,15 +250,3 @@ def _refuse(what: str) -> NoReturn:
         f"{what}: what zeroresize.sharded_state_dict returns is for torch.distributed.checkpoint only. For a state "
         "dictionary of ordinary tensors use `with balancer.at_home(): model.state_dict()`"
     )
-
-
-def _joined(pieces: Sequence[Piece]) -> list[Piece]:
-    """The same, with neighbours as one piece."""
-    joined: list[Piece] = []
-    for piece in pieces:
-        last = joined[-1] if joined else None
-        if last and (last.begin + last.length, last.local_begin + last.length) == (piece.begin, piece.local_begin):
-            joined[-1] = Piece(last.begin, last.local_begin, last.length + piece.length)
-        elif piece.length:
-            joined.append(piece)
-    return joined

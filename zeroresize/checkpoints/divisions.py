@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from zeroresize.checkpoints.divided_tensor import Piece, TensorDivision, unit_pieces
+from zeroresize.checkpoints.divided_tensor import TensorDivision
 from zeroresize.comm.collectives import group_rank, group_size
 from zeroresize.integrations.lora import why_not_whole
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment, UnitTensor
 from zeroresize.layers.splitting import parts_of, place_of_rank
+from zeroresize.plan.layout import Piece, unit_pieces
 from zeroresize.resharding.fully_sharded import FullySharded, fully_sharded_in
 from zeroresize.utils.torch_private import buffers_of, parameters_of, unsaved_buffers_of
 
@@ -181,10 +182,6 @@ def _of_units(where: UnitTensor, segment: OwnedSegment, rank: int) -> TensorDivi
     return TensorDivision(where.dim, num_units * sum(rows), pieces)
 
 
-def _evenly(dim: int, parts: Sequence[int], num_ranks: int, rank: int) -> TensorDivision:
-    return _by_home(dim, parts, (1,) * num_ranks, rank)
-
-
 def _by_home(
     dim: int, parts: Sequence[int], home: Sequence[int], rank: int, begins: Sequence[int] = ()
 ) -> TensorDivision:
@@ -202,7 +199,7 @@ def _of_megatron(tensor: Any, module: Any) -> TensorDivision | None:
         return None
     dim, num_parts, ranks = tensor.partition_dim, tensor.partition_stride, group_size(group)
     size = tensor.shape[dim] * ranks // num_parts
-    return _evenly(dim, (size,) * num_parts, ranks, group_rank(group))
+    return _by_home(dim, (size,) * num_parts, (1,) * ranks, group_rank(group))
 
 
 def _of_marked(tensor: Any, module: Any) -> TensorDivision | bool | None:
@@ -222,7 +219,7 @@ def _of_marked(tensor: Any, module: Any) -> TensorDivision | bool | None:
         if shape[dim] == whole == tensor.shape[dim] * ranks
         and all(size == own for other, (size, own) in enumerate(zip(shape, tensor.shape, strict=True)) if other != dim)
     }
-    return _evenly(dims.pop(), blocks, ranks, group_rank(group)) if len(dims) == 1 else None
+    return _by_home(dims.pop(), blocks, (1,) * ranks, group_rank(group)) if len(dims) == 1 else None
 
 
 def _of_layout(tensor: Any) -> TensorDivision | bool | None:
@@ -243,7 +240,7 @@ def _of_layout(tensor: Any) -> TensorDivision | bool | None:
     if tensor.shape[dim] * ranks != whole_shape[dim]:
         return None
     if padded_dim is None:
-        return _evenly(dim, [whole_shape[dim]], ranks, rank)
+        return _by_home(dim, [whole_shape[dim]], (1,) * ranks, rank)
     # A vocabulary that was made longer to divide by the ranks: files hold the words that there are.
     num_words, num_own = int(tensor._origin_length), tensor.shape[dim]
     length = max(0, min(num_own, num_words - rank * num_own))

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from zeroresize.comm.collectives import group_ranks, group_size
 from zeroresize.comm.rendezvous import Rendezvous
 from zeroresize.integrations.hosts import host_of, process_group_of
+from zeroresize.plan.layout import unit_pieces
 from zeroresize.resharding.data_parallel import unwrap
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def _state_of_module(model: nn.Module, optimizer: Any) -> dict[str, Any]:
 
 def _state_of_switchable(model: SwitchableModel, optimizer: Any) -> dict[str, Any]:
     """Whole tensors, of which this rank gives what the optimizer's layout holds; some ranks may hold none."""
-    from zeroresize.checkpoints.divided_tensor import TensorDivision, unit_pieces
+    from zeroresize.checkpoints.divided_tensor import TensorDivision
 
     if model.current != model.optimizer_strategy:
         raise RuntimeError(

@@ -224,18 +224,15 @@ def all_gather_into(whole: Tensor, tensor: Tensor, process_group: ProcessGroup) 
     _named_if_it_fails(call, "an all-gather with", process_group)
 
 
-def whole_of_parts(
-    part: Tensor | None, place: slice, weight: Tensor, process_group: ProcessGroup, scratch: Tensor, dtype: torch.dtype
-) -> Tensor:
+def whole_of_parts(part: Tensor, place: slice, weight: Tensor, process_group: ProcessGroup, scratch: Tensor) -> Tensor:
     """Return the whole, of a weight's shape and on the CPU, of which this rank has ``part``, elsewhere; collective.
 
     Args:
-        part, place: some elements, and which of the flattened weight's they are; None for none.
+        part, place: some elements, perhaps none, and which of the flattened weight's they are.
         scratch: bytes on the weight's device to do so in: no memory is taken before all ranks have met.
     """
-    whole = scratch[: weight.numel() * dtype.itemsize].view(dtype).zero_()
-    if part is not None:
-        whole[place] = part
+    whole = scratch[: weight.numel() * part.itemsize].view(part.dtype).zero_()
+    whole[place] = part
     if len(whole):
         all_reduce(whole.view(torch.uint8), process_group)  # by bytes, so that zeros keep their signs
     return whole.view_as(weight).to("cpu", copy=True)

@@ -30,7 +30,7 @@ from zeroresize.layers.segments import all_segments
 from zeroresize.layers.weight_checks import why_no_whole_weight
 from zeroresize.measure.step_timer import LayerTimer
 from zeroresize.optim.optimizers import kinds_of, not_stepped
-from zeroresize.resharding.data_parallel import unwrap
+from zeroresize.resharding.data_parallel import ReducerOfDdp, unwrap
 from zeroresize.resharding.segments.divided_lora import divide_lora
 from zeroresize.resharding.segments.search_segments import first_of
 from zeroresize.utils.torch_private import is_flat_parameter, running_ddp
@@ -262,17 +262,11 @@ def _check_layers(
 
 def check_data_parallelism(model: nn.Module, layers: Layers, process_group: ProcessGroup) -> None:
     """Check that no DistributedDataParallel around ``layers`` averages over ranks that hold different shards."""
-    around = [*model.modules(), running_ddp()]
-    for module in around:
+    for module in (*model.modules(), running_ddp()):
         if not isinstance(module, DistributedDataParallel):
             continue
         shared = sorted(set(group_ranks(module.process_group)) & set(group_ranks(process_group)))
-        ignored = module.parameters_to_ignore
-        averaged = {
-            id(parameter)
-            for name, parameter in module.module.named_parameters()
-            if parameter.requires_grad and name not in ignored
-        }
+        averaged = {id(each) for each in ReducerOfDdp(module).averaged() if each.requires_grad}
         if len(shared) > 1 and any(id(layer.weight) in averaged for layer in layers.values()):
             raise ValueError(
                 f"DistributedDataParallel averages gradients over ranks {shared} of the job, which hold different "

@@ -6,7 +6,6 @@ very Parameter objects (Booster keys its maps by their ``id``), their ``dist_lay
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from colossalai.shardformer.layer.qkv_fused_linear import split_forward_gather_b
 from colossalai.tensor.d_tensor import is_distributed_tensor
 from colossalai.tensor.d_tensor.api import init_as_dtensor, is_customized_distributed_tensor
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from zeroresize.integrations.hosts import SwappedClasses
 from zeroresize.layers.balanced_linear import BalancedLinear
@@ -141,30 +139,11 @@ class BalancedGPT2FusedLinearConv1D_Col(_TransposedWeight, _BalancedColumn, GPT2
 
     def _products(self, x: Tensor, bias: Tensor | None) -> Tensor:
         y = self.column_products(x, None, sequence_dim=self._sequence_dim)
-        return y if bias is None else _BiasAdded.apply(y, bias)
+        return y if bias is None else (y.flatten(0, -2) + bias).view(y.shape)  # its gradient summed as Colossal-AI's
 
 
 class BalancedGPT2FusedLinearConv1D_Row(_TransposedWeight, _BalancedRow, GPT2FusedLinearConv1D_Row):
     """``GPT2FusedLinearConv1D_Row`` (attention output, FC2)."""
-
-
-class _BiasAdded(torch.autograd.Function):
-    """y + b; dy = dy, db = Σ_t dy, summed as Colossal-AI sums it."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, bias_N: Tensor) -> Tensor:
-        ctx.dtypes = y.dtype, bias_N.dtype
-        return y + bias_N
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
-        y_dtype, bias_dtype = ctx.dtypes
-        db_N = None
-        if ctx.needs_input_grad[1]:
-            packed_dy_TN = dy.reshape(math.prod(dy.shape[:-1]), dy.shape[-1]).contiguous()
-            db_N = packed_dy_TN.sum(dim=0).to(bias_dtype)
-        return dy.to(y_dtype), db_N
 
 
 _BALANCED_CLASSES: dict[type, type] = {

@@ -74,7 +74,14 @@ def why_left_alone(module: Any) -> str | None:
         return f"its weight has the placements {module.weight.placements}, and {style.name} makes {wanted!r}"
     if (why := why_no_plain_linear(module, but_for_forward=True)) is not None:
         return why
-    return _why_layouts_unknown(style.layouts, is_column=style.is_column)
+    layouts, is_column = style.layouts, style.is_column
+    if is_column and layouts.y.is_replicate():
+        return GATHERED
+    if is_column and not layouts.y.is_shard(-1):
+        return f"output_layouts={layouts.y} of a column-parallel layer are not known: allowed are Shard(-1)"
+    if not is_column and not (layouts.x.is_shard(-1) or layouts.x.is_replicate()):
+        return f"input_layouts={layouts.x} of a row-parallel layer are not known: allowed are Shard(-1), Replicate()"
+    return None
 
 
 def swap_layer(module: Any) -> Any:
@@ -84,17 +91,6 @@ def swap_layer(module: Any) -> Any:
     style = _style(module)
     style.take_off()
     return become_dtensor_linear(module, style.layouts, is_column=style.is_column)
-
-
-def _why_layouts_unknown(layouts: LinearLayouts, *, is_column: bool) -> str | None:
-    """Tell why a layer that reads and writes so cannot be balanced; None if it can."""
-    if is_column and layouts.y.is_replicate():
-        return GATHERED
-    if is_column and not layouts.y.is_shard(-1):
-        return f"output_layouts={layouts.y} of a column-parallel layer are not known: allowed are Shard(-1)"
-    if not is_column and not (layouts.x.is_shard(-1) or layouts.x.is_replicate()):
-        return f"input_layouts={layouts.x} of a row-parallel layer are not known: allowed are Shard(-1), Replicate()"
-    return None
 
 
 def _mesh_of(module: nn.Module) -> DeviceMesh | None:

@@ -7,10 +7,8 @@ other versions, and those that add dw to gradients themselves stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
-import numpy as np
 from megatron import core as megatron_core
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -30,6 +28,7 @@ from zeroresize.integrations.unit_proof import Between
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import Segment, UnitTensor
 from zeroresize.layers.weight_checks import known_layers
+from zeroresize.plan.layout import unit_pieces
 from zeroresize.plan.ownership import OwnershipMap
 from zeroresize.utils.torch_private import parameters_of
 
@@ -54,14 +53,13 @@ class _BalancedLayer(BalancedLinear):
             beside = known_layers() if sharded_offsets else ()
             for layer in (each for each in beside if isinstance(each, _BalancedLayer) and each.config is self.config):
                 if layer.name_in_model.split(".")[-2:] == self.name_in_model.split(".")[-2:]:  # stacked in one tensor
-                    layer._require_home(f"sharded_state_dict of {self.name_in_model}, which is evenly divided, and")
+                    layer.require_home(f"sharded_state_dict of {self.name_in_model}, which is evenly divided, and of")
             return super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         this: Any = self
         state = {name: each for name, each in parameters_of(this).items() if each is not None}
-        axes = {"weight": self.divided_dim, **({"bias": 0} if self.is_column_parallel else {})}
         groups = {"tp_group": self.process_group, "dp_cp_group": metadata["dp_cp_group"]}
         made = make_sharded_tensors_for_checkpoint(
-            {**state, "_extra_state": None}, prefix, axes, sharded_offsets, **groups
+            {**state, "_extra_state": None}, prefix, dict(self.unit_dims), sharded_offsets, **groups
         )
         for where in (each for each in self.segment.tensors if each.owner is self):
             name = f"{prefix}{where.attribute}"  # by which the MLP would cut it into gate and up as at home
@@ -70,36 +68,26 @@ class _BalancedLayer(BalancedLinear):
 
     def _by_units(self, at_home: ShardedTensor, where: UnitTensor, owned: OwnershipMap) -> ShardedTensorFactory:
         """What makes of a weight, or of its state, a shard of each run of neighbouring units in the undivided one."""
-        leading = at_home.prepend_axis_num
-        units, num_units = where.held(owned, group_rank(self.process_group)), len(owned.owners) // where.block
-        runs = [run for run in np.split(units, np.flatnonzero(np.diff(units) != 1) + 1) if len(run)]
+        leading, num_units = at_home.prepend_axis_num, len(owned.owners) // where.block
+        pieces = unit_pieces(where.held(owned, group_rank(self.process_group)), num_units, where.rows)
         dim = leading + where.dim
 
         def build(key: str, tensor: Tensor, replica_id: Any, flattened_range: Any) -> list[ShardedTensor]:
             tensor = tensor.detach()[(None,) * leading]
-            shape, made, here, there = [*at_home.global_shape[:leading], *tensor.shape[leading:]], [], 0, 0
+            shape, made = [*at_home.global_shape[:leading], *tensor.shape[leading:]], []
+            begin = [*at_home.global_offset[:leading], *[0] * (tensor.dim() - leading)]
             shape[dim] = num_units * sum(where.rows)
-            for rows in where.rows:
-                for run in runs:
-                    part = tensor.narrow(dim, here, len(run) * rows).contiguous()
-                    begin = [*at_home.global_offset[:leading], *[0] * (tensor.dim() - leading)]
-                    begin[dim], here = there + int(run[0]) * rows, here + len(run) * rows
-                    shapes = tuple(part.shape), tuple(shape), tuple(begin)
-                    made.append(ShardedTensor(key, part, part.dtype, *shapes, None, replica_id))
-                there += num_units * rows
+            for piece in pieces:
+                part = tensor.narrow(dim, piece.local_begin, piece.length).contiguous()
+                begin[dim] = piece.begin
+                shapes = tuple(part.shape), tuple(shape), tuple(begin)
+                made.append(ShardedTensor(key, part, part.dtype, *shapes, None, replica_id))
             return made
 
         return ShardedTensorFactory(at_home.key, at_home.data, build, self._refuse_loading, at_home.replica_id)
 
     def _refuse_loading(self, _: Any) -> NoReturn:
         raise RuntimeError(f"{self.name_in_model} has units away: load with all units at home")
-
-    def _require_home(self, call: str) -> None:
-        if self.segment is not None and not self.segment.owned.is_home:
-            raise RuntimeError(
-                f"{call} of {self.name_in_model}, whose units are away: have them at home, `with balancer.at_home(): "
-                "...` on every rank"
-            )
 
 
 class BalancedColumnParallelLinear(_BalancedLayer, ColumnParallelLinear):
@@ -111,7 +99,7 @@ class BalancedColumnParallelLinear(_BalancedLayer, ColumnParallelLinear):
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
         if weight is not None or runtime_gather_output:
-            self._require_home("a forward with weight= or runtime_gather_output=True")
+            self.require_home("a forward with weight= or runtime_gather_output=True of")
             of_host: Any = ColumnParallelLinear.forward(self, input_, weight, runtime_gather_output)
             return of_host
         bias = None if self.skip_bias_add else self.bias
@@ -217,35 +205,14 @@ def _attention(module: Any) -> Segment:
 
 
 def _mlp(module: Any) -> Segment:
-    """Its neurons, where the gate and up layers of gated ones are parts of FC1."""
-    parts = 2 if module.config.gated_linear_unit else 1
-    segment = Segment(
-        [module.linear_fc1], module.linear_fc2, parts=parts, on_change=_nothing, min_units=0, kind="neurons"
-    )
-    layers: Sequence[Any] = segment.layers
-    if all(isinstance(layer, BalancedLinear) for layer in layers):
+    """Its neurons, where the gate and up layers of gated ones are parts of FC1, and numbers prove its activation."""
+    column, row, parts = module.linear_fc1, module.linear_fc2, 2 if module.config.gated_linear_unit else 1
+    if isinstance(column, BalancedLinear) and isinstance(row, BalancedLinear):
         try:
-            _require_unmixed(module, segment)
+            Between(module, {column: (1,) * parts}, row, 1, module, returned=lambda y: (y, None)).require_unmixed()
         except Exception as error:  # whatever an activation makes of the numbers
             raise StaysEven(f"its activation, computed with numbers: {type(error).__name__}: {error}") from error
-    return segment
-
-
-def _nothing(units: list[int]) -> None:
-    """No module counts neurons."""
-
-
-def _require_unmixed(module: Any, segment: Segment) -> None:
-    """Check by numbers that the activation treats neurons alike, whatever the configuration has given."""
-    (column,), parts = segment.column, segment.parts
-
-    def call(x: Tensor) -> None:
-        compute = vars(column)["forward"]
-        vars(column)["forward"] = lambda *_: (compute(), None)
-        module(x)
-
-    assert isinstance(parts, int)
-    Between(module, {column: (1,) * parts}, segment.row, 1, call, segment.on_change).require_unmixed()
+    return Segment([column], row, parts=parts, min_units=0, kind="neurons")
 
 
 register_segments(SelfAttention, _attention)

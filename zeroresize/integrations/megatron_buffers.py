@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +13,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from zeroresize.comm.collectives import all_gather, whole_of_parts
+from zeroresize.comm.collectives import all_gather
+from zeroresize.integrations.replicas import Reducer, ShardedOptimizer
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.utils.torch_private import version_of
 
@@ -30,8 +31,8 @@ _REFUSED = (
 #: What a constructor of the optimizer is given beside its optimizer and the buffers.
 _GIVEN = "config", "grad_scaler", "init_state_fn", "model_chunks"
 _GIVEN_LAST = *(f"data_parallel_group{end}" for end in ("", "_gloo", "_idx")), "distributed_optimizer_instance_id"
-#: The key of a master copy, and the attribute with the number of each weight's group.
-_MASTER, _GROUP_OF_EACH = "param", "_group_of_each"
+#: The attribute with the number of each weight's group.
+_GROUP_OF_EACH = "_group_of_each"
 #: The attribute of a wrapper with how often its buffers of gradients had been written to when a step had used them.
 _STEPPED = "_versions_stepped"
 #: Wrappers whose DistributedOptimizer is known.
@@ -44,7 +45,7 @@ def _why_set(*configs: Any) -> str | None:
     return None if name is None else f"units are not known to move with {name}=True"
 
 
-class ReducerOfDdp:
+class ReducerOfDdp(Reducer):
     """The buckets of Megatron-Core's DistributedDataParallel.
 
     Its hooks on gradient accumulators stay: they ask the wrapper, by the weight, where a gradient belongs.
@@ -147,14 +148,12 @@ class ReducerOfDdp:
         return is_of_heads or is_of_parts or getattr(weight, "average_gradients_across_tp_domain", False)
 
 
-class ShardedByMegatron:
+class ShardedByMegatron(ShardedOptimizer):
     """Megatron-Core's DistributedOptimizer over the buffers of one wrapper."""
 
-    averages_over, steps_empty = None, True
-
     def __init__(self, optimizer: Any) -> None:
-        self._optimizer, self._inner, buffers = optimizer, optimizer.optimizer, getattr(optimizer, "buffers", ())
-        self.weights: list[Tensor] = [weight for buffer in buffers for weight in buffer.params]
+        self._optimizer, self.inner, self.replicas = optimizer, optimizer.optimizer, optimizer.data_parallel_group
+        self.weights = dict.fromkeys(each for buffer in getattr(optimizer, "buffers", ()) for each in buffer.params)
         _in_parts.update(optimizer.model_chunks)
 
     def why_not(self) -> str | None:
@@ -164,33 +163,27 @@ class ShardedByMegatron:
             return "a rank has no part of what it steps"
         return _why_set(self._optimizer.config, self._optimizer.ddp_config)
 
-    def bytes_of(self, weight: Tensor) -> int:
-        return weight.numel() * torch.float32.itemsize * len(self._whole_keys(weight))
+    def part_of(self, weight: Tensor) -> tuple[Tensor, slice, slice]:
+        if weight not in self._optimizer.model_param_group_index_map:
+            return next(iter(self._shards), torch.empty(0)), slice(0), slice(0)
+        group, place = self._optimizer.model_param_group_index_map[weight]
+        buffer, dtype, bucket = self._optimizer.model_param_gbuf_map[weight]
+        part = self._optimizer.gbuf_ranges[buffer][dtype][bucket]["param_map"][weight]["param"]
+        return self.inner.param_groups[group]["params"][place], slice(None), slice(part.start, part.end)
 
-    def describe(self) -> Any:
-        kept = [sorted(self._inner.state.get(shard, {}).items()) for shard in self._shards]
-        kinds = {str([(key, None if key in self._keys else float(value)) for key, value in each]) for each in kept}
-        if len(kinds) > 1:
-            raise ValueError(f"a DistributedOptimizer keeps other state of some weights than of others: {kinds}")
-        return [*kinds, len(self.weights)]
+    def has_master(self, weight: Tensor) -> bool:
+        return weight.dtype != torch.float32
 
     def gather(self, weight: Tensor, scratch: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        if weight is self.weights[0]:
+        if weight is next(iter(self.weights)):
             self._learn_of_groups()
-        part, shard = self._part_of(weight)
-        wholes = {key: value for key, value in self._kept.items() if key not in self._keys}
-        for key in self._whole_keys(weight):
-            held = None if shard is None else shard.detach() if key == _MASTER else self._inner.state[shard][key]
-            group = self._optimizer.data_parallel_group
-            wholes[key] = whole_of_parts(held, part, weight, group, scratch, torch.float32)
-        return wholes.pop(_MASTER, weight), wholes
+        return super().gather(weight, scratch)
 
     def rebuild(self) -> None:
         """Call the constructor again, on the buffers that there are now; groups stay the same dictionaries."""
-        optimizer, inner = self._optimizer, self._inner
-        numbers = vars(optimizer)[_GROUP_OF_EACH]
+        optimizer, inner = self._optimizer, self.inner
         for number, group in enumerate(inner.param_groups):
-            group["params"] = [weight for weight in self.weights if numbers[weight] == number]
+            group["params"] = [weight for weight, of in self.weights.items() if of == number]
             group |= {"step": self._steps[number]} if self._steps[number] else {}
         inner.state.clear()
         stand_in = SimpleNamespace(param_groups=inner.param_groups, state_dict=dict, load_state_dict=id)
@@ -200,49 +193,21 @@ class ShardedByMegatron:
             DistributedOptimizer.__init__(optimizer, stand_in, *first, buffers, *last)
         optimizer.optimizer, inner.param_groups = inner, stand_in.param_groups
 
-    def put(self, weight: Tensor, stepped: Tensor, state: Mapping[str, Any]) -> None:
-        part, shard = self._part_of(weight)
-        if shard is not None:
-            shard.data.copy_(stepped.detach().flatten()[part])
-            for key, value in state.items():
-                here = value.flatten()[part].to(shard.device) if key in self._keys else value
-                self._inner.state[shard][key] = here.clone() if isinstance(here, Tensor) else here
-
-    @property
-    def _keys(self) -> tuple[str, ...]:
-        keys: tuple[str, ...] = self._optimizer.optimizer_state_keys
-        return keys
-
     @property
     def _shards(self) -> list[Tensor]:
-        return [shard for group in self._inner.param_groups for shard in group["params"]]
-
-    @property
-    def _kept(self) -> Mapping[str, Any]:
-        """What is kept of a shard, of which keys and numbers are those of all; empty before the first step."""
-        return next(filter(None, self._inner.state.values()), {})
-
-    def _whole_keys(self, weight: Tensor) -> list[str]:
-        return [*[_MASTER] * (weight.dtype != torch.float32), *(key for key in self._keys if key in self._kept)]
-
-    def _part_of(self, weight: Tensor) -> tuple[slice, Any]:
-        """Which of a weight's elements this rank steps, and as which tensor; None for none."""
-        if weight not in self._optimizer.model_param_group_index_map:
-            return slice(0), None
-        group, place = self._optimizer.model_param_group_index_map[weight]
-        buffer, dtype, bucket = self._optimizer.model_param_gbuf_map[weight]
-        part = self._optimizer.gbuf_ranges[buffer][dtype][bucket]["param_map"][weight]["param"]
-        return slice(part.start, part.end), self._inner.param_groups[group]["params"][place]
+        return [shard for group in self.inner.param_groups for shard in group["params"]]
 
     def _learn_of_groups(self) -> None:
         """Note what only ranks with a part of a group know: its steps, where it counts them, and which weights it has.
 
         These are asked for once, while each has elements.
         """
-        known, device = self._optimizer.model_param_group_index_map, self.weights[0].device
-        steps = [int(group.get("step", 0)) for group in self._inner.param_groups]
+        known, device = self._optimizer.model_param_group_index_map, next(iter(self.weights)).device
+        steps = [int(group.get("step", 0)) for group in self.inner.param_groups]
         here = torch.tensor([*steps, *(known.get(weight, (-1,))[0] for weight in self.weights)], device=device)
-        most = torch.stack(all_gather(here, self._optimizer.data_parallel_group)).amax(0).tolist()
+        most = torch.stack(all_gather(here, self.replicas)).amax(0).tolist()
         self._steps, numbers = most[: len(steps)], dict(zip(self.weights, most[len(steps) :], strict=True))
-        if -1 in vars(self._optimizer).setdefault(_GROUP_OF_EACH, numbers).values():
+        groups = vars(self._optimizer).setdefault(_GROUP_OF_EACH, numbers)
+        self.weights = {weight: groups[weight] for weight in self.weights}
+        if -1 in groups.values():
             raise ValueError("no replica has a part of some weight: make the optimizer with units at home")

@@ -225,11 +225,8 @@ def _rows_of(segment: Segment, of_each: int) -> dict[Any, tuple[int, ...]]:
     """How many features of the column-parallel layers belong to so many units of a group."""
     row: Any = segment.row
     parts = segment.parts if isinstance(segment.parts, int) else 1
-    num_units, columns, shared = (
-        row.whole_size // segment.unit_size,
-        list[Any](segment.column),
-        list[Any](segment.shared),
-    )
+    num_units = row.whole_size // segment.unit_size
+    columns, shared = list[Any](segment.column), list[Any](segment.shared)
     rows = {layer: (of_each * layer.whole_size // num_units // parts,) * parts for layer in columns}
     return rows | {layer: (layer.whole_size * segment.group_size // num_units,) for layer in shared}
 

@@ -172,12 +172,20 @@ class Between:
         columns, row, num_rows: as of :class:`Stimulus`.
         call: runs the module.
         tell: tells it of its units; None where it counts none.
+        returned: makes of an output what a column-parallel layer returns.
     """
 
     def __init__(
-        self, module: nn.Module, columns: Mapping[Any, Rows], row: Any, num_rows: int, call: Call, tell: Tell | None
+        self,
+        module: nn.Module,
+        columns: Mapping[Any, Rows],
+        row: Any,
+        num_rows: int,
+        call: Call,
+        tell: Tell | None = None,
+        returned: Call = lambda y: y,
     ) -> None:
-        self._module, self._call, self._tell = module, call, tell
+        self._module, self._call, self._tell, self._returned = module, call, tell, returned
         self._columns, self._row, self._num_rows = columns, row, num_rows
 
     def require_unmixed(self, apart: tuple[Tell, Mapping[Any, int]] | None = None) -> None:
@@ -242,7 +250,9 @@ class Between:
             if tell is not None:
                 tell(list(range(len(stimulus.units))))
             for layer in self._columns:
-                vars(wrappers.get(layer, layer))["forward"] = lambda *_, layer=layer: stimulus.output_of(layer)
+                vars(wrappers.get(layer, layer))["forward"] = lambda *_, layer=layer: self._returned(
+                    stimulus.output_of(layer)
+                )
             vars(wrappers.get(row, row))["forward"] = read
             with suppress(_Reached):
                 self._call(x)

@@ -224,6 +224,15 @@ class BalancedLinear:
         sizes[self.divided_dim] = sizes[self.divided_dim] * self.home[rank] // self.home[0]
         return torch.Size(sizes)
 
+    def require_home(self, call: str) -> None:
+        """Raise RuntimeError for a call that takes what this rank holds for what its host gave it, if it is not."""
+        is_home = self.local_weight.shape == self.home_shape if self.segment is None else self.segment.owned.is_home
+        if not is_home:
+            raise RuntimeError(
+                f"{call} {self.name_in_model}, whose units are away: have them at home, `with balancer.at_home(): ...` "
+                "on every rank of the group"
+            )
+
     def _prepare_for_a_balancer(self) -> None:
         self.plan = self.loans = self.last = self.segment = None
         self.watch_start = self.watch_forward = self.watch_input = None

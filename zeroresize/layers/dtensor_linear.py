@@ -81,11 +81,7 @@ class _DTensorLinear(BalancedLinear, nn.Linear):
         if is_whole or self.is_sharded_further(self.weight):
             super().reset_parameters()
             return
-        if self.local_weight.shape != self.home_shape:
-            raise RuntimeError(
-                f"reset_parameters() of layer {self.name_in_model}: its units are divided unevenly; have them at home, "
-                "`with balancer.at_home(): ...` on every rank of the group"
-            )
+        self.require_home("reset_parameters() of layer")
         whole = nn.Linear(
             self.in_features,
             self.out_features,

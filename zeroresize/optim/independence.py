@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroresize.optim.optimizers import kinds_of, with_inner
+from zeroresize.optim.optimizers import is_of_host, with_inner
 from zeroresize.optim.trial import NoTrialError, why_steps_differ
 
 _OptimizerT = TypeVar("_OptimizerT", bound=type)
@@ -23,8 +23,6 @@ _OptimizerT = TypeVar("_OptimizerT", bound=type)
 _TORCHS = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 #: Adam's and SGD's kernels, which need not be compiled for a trial then.
 _COLOSSALAIS = ("cpu_adam.CPUAdam", "fused_adam.FusedAdam", "fused_sgd.FusedSGD", "hybrid_adam.HybridAdam")
-#: Packages whose wrappers of optimizers scale and clip.
-_SCALING = {"colossalai", "accelerate", "megatron", "deepspeed"}
 
 _known: set[type] = {getattr(torch.optim, name) for name in _TORCHS}
 #: By the user's word.
@@ -102,8 +100,7 @@ def _why_not(optimizer: Any, tensors: Iterable[Tensor], *, by_element: bool) -> 
     inner = optimizer
     try:
         for inner in (held := with_inner(optimizer)):
-            is_known = type(inner) in said or any(root in _SCALING for root, _ in kinds_of(inner))
-            if inner is not held[-1] and not is_known:
+            if inner is not held[-1] and type(inner) not in said and not is_of_host(inner):
                 raise NoTrialError("it is a wrapper of an optimizer that is not known")
         if not isinstance(inner, Optimizer) and type(inner) not in said:
             raise NoTrialError("it is no torch.optim.Optimizer and holds none")

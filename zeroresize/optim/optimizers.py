@@ -15,13 +15,17 @@ from zeroresize.utils.torch_state import remove_all
 
 #: Wrappers' lists of groups of working parameters, and of their master copies: Megatron-Core's and DeepSpeed's.
 _GROUPS = (("float16_groups", "fp32_from_float16_groups"), ("fp16_groups", "fp32_groups"))
-#: Packages whose wrappers of optimizers have it as their ``optimizer``, by which others may mean anything.
-_WRAPPING = {"megatron", "deepspeed", "accelerate"}
-#: Optimizers of which each data-parallel rank keeps and steps another part, by their packages.
-_SHARDED = {
-    *(("torch", "ZeroRedundancyOptimizer"), ("deepspeed", "BF16_Optimizer"), ("deepspeed", "DeepSpeedZeroOptimizer")),
-    *(("deepspeed", "DeepSpeedZeroOptimizer_Stage3"), ("megatron", "DistributedOptimizer")),
-    *(("megatron", "LayerWiseDistributedOptimizer"), ("colossalai", "LowLevelZeroOptimizer")),
+#: Packages whose wrappers of optimizers have it as their ``optim`` or ``optimizer``, and scale and clip.
+_WRAPPING = {"colossalai", "megatron", "deepspeed", "accelerate"}
+#: Optimizers of which each data-parallel rank keeps and steps another part, by their packages; what takes them apart.
+SHARDED: Mapping[tuple[str, str], str | None] = {
+    ("torch", "ZeroRedundancyOptimizer"): None,
+    ("colossalai", "LowLevelZeroOptimizer"): "zeroresize.integrations.colossalai_zero:ShardedByColossalai",
+    ("deepspeed", "BF16_Optimizer"): None,
+    ("deepspeed", "DeepSpeedZeroOptimizer"): "zeroresize.integrations.deepspeed:ShardedByDeepSpeed",
+    ("deepspeed", "DeepSpeedZeroOptimizer_Stage3"): None,
+    ("megatron", "DistributedOptimizer"): "zeroresize.integrations.megatron_buffers:ShardedByMegatron",
+    ("megatron", "LayerWiseDistributedOptimizer"): None,
 }
 
 
@@ -44,7 +48,7 @@ def why_sharded(optimizer: Any) -> str | None:
         kinds = [kind for each in with_inner(optimizer) for kind in kinds_of(each)]
     except ValueError as several:
         return str(several)
-    name = next((name for root, name in kinds if (root, name) in _SHARDED), None)
+    name = next((name for root, name in kinds if (root, name) in SHARDED), None)
     return None if name is None else f"the optimizer is a {name}, whose replicas keep different parts of its state"
 
 
@@ -63,12 +67,18 @@ def kinds_of(wrapper: Any) -> list[tuple[str, str]]:
     return [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(wrapper).__mro__]
 
 
+def is_of_host(optimizer: Any) -> bool:
+    """Return whether an optimizer, or a wrapper of one, is of a host that is known."""
+    return any(root in _WRAPPING for root, _ in kinds_of(optimizer))
+
+
 def _held_by(wrapper: Any) -> Any:
     """What a wrapper of an optimizer holds; None if nothing is known of it."""
     if isinstance(wrapper, torch.optim.Optimizer):
         return getattr(wrapper, "optimizer", None)
-    if not any(root in _WRAPPING for root, _ in kinds_of(wrapper)) or not hasattr(wrapper, "zero_grad"):  # a scheduler
-        return getattr(wrapper, "optim", None)
+    held = getattr(wrapper, "optim", None)
+    if held is not None or not is_of_host(wrapper) or not hasattr(wrapper, "zero_grad"):  # as a scheduler
+        return held
     chained = getattr(wrapper, "chained_optimizers", None)
     if chained is not None and len(chained) != 1:
         kinds = ", ".join(type(each).__name__ for each in chained)
@@ -142,45 +152,49 @@ def hook_steps(
 
     A step that is given a closure begins, for ``before``, when the closure was called first.
     """
-    inner = torch_optimizer(optimizer)
-    registered = (
-        (inner.register_step_pre_hook, before, _calling_behind_closure),
-        (inner.register_step_post_hook, after, _calling),
-    )
-    given = [(register, method, calling) for register, method, calling in registered if method is not None]
-    hooks = [register(calling(weakref.WeakMethod(method))) for register, method, calling in given]
-    unhook = weakref.finalize(given[0][1].__self__, remove_all, hooks)  # type: ignore[attr-defined]
+    inner, hooks = torch_optimizer(optimizer), list[Any]()
+    if before is not None:
+        begin = _calling(before)
+        hooks.append(inner.register_step_pre_hook(lambda _, *given: call_before_step(begin, *given)))
+    if after is not None:
+        hooks.append(inner.register_step_post_hook(_calling(after)))
+    method: Any = before or after
+    unhook = weakref.finalize(method.__self__, remove_all, hooks)
     unhook.atexit = False
     return unhook
 
 
-def _calling(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[..., None]:
+def _calling(method: Callable[[], None]) -> Callable[..., None]:
+    reference = weakref.WeakMethod(method)
+
     def call(*_: Any) -> None:
-        alive = method()
+        alive = reference()
         if alive is not None:
             alive()
 
     return call
 
 
-def _calling_behind_closure(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[..., Any]:
-    call = _calling(method)
+def call_before_step(
+    call: Callable[[], object], args: tuple[Any, ...], options: dict[str, Any], *, is_repeated: bool = False
+) -> Any:
+    """Make a call as a hook before a step, and return what the step is given then; None for ``args`` and ``options``.
 
-    def begin(_: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        of_step, *given = args
-        closure = given[0] if given else options.get("closure")
-        if closure is None:
-            return call()
-        calls = itertools.chain([call], itertools.repeat(lambda: None))
+    Args:
+        is_repeated: whether it is made behind each call of the closure, where the step is given one; else the first.
+    """
+    of_step, *given = args
+    closure = given[0] if given else options.get("closure")
+    if closure is None:
+        return call()
+    calls = itertools.chain([call], itertools.repeat(call if is_repeated else lambda: None))
 
-        def behind() -> Any:
-            loss = closure()
-            next(calls)()
-            return loss
+    def behind() -> Any:
+        loss = closure()
+        next(calls)()
+        return loss
 
-        return ((of_step, behind, *given[1:]), options) if given else (args, options | {"closure": behind})
-
-    return begin
+    return ((of_step, behind, *given[1:]), options) if given else (args, options | {"closure": behind})
 
 
 def not_stepped(optimizer: Any, parameters: Mapping[str, Tensor]) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.shared_rows import SharedRows
 from zeroresize.layers.weight_checks import known_layers
 from zeroresize.optim.independence import steps_by_place
-from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer
+from zeroresize.optim.optimizers import call_before_step, stepped_tensors, torch_optimizer
 from zeroresize.utils.torch_private import parameters_of
 
 #: Hosts' wrappers of optimizers, which know what these step in place of parameters.
@@ -29,28 +29,17 @@ _hosts: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Any]] = weakref.WeakKey
 @cache
 def hand_out_gradients() -> None:
     """Let all optimizers of torch step copies of rows by one gradient, from now on."""
-    register_optimizer_step_pre_hook(_before_step)
+
+    def before_step(optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        return call_before_step(partial(_hand_out, optimizer), args, options, is_repeated=True)
+
+    register_optimizer_step_pre_hook(before_step)
     register_optimizer_step_post_hook(lambda optimizer, *_: _take_back(optimizer))
 
 
 def tell_host_of(optimizer: Any) -> None:
     """Make known what a host's wrapper of an optimizer has it step; the last wrapper that is told of counts."""
     _hosts[torch_optimizer(optimizer)] = weakref.ref(optimizer)
-
-
-def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Hand out, or where gradients are computed within the step by a closure, let it do so at its end."""
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if closure is None:
-        _hand_out(optimizer)
-        return None
-
-    def computed() -> Any:
-        loss = closure()
-        _hand_out(optimizer)
-        return loss
-
-    return (*args[:1], computed, *args[2:]), {key: value for key, value in kwargs.items() if key != "closure"}
 
 
 @torch.no_grad()

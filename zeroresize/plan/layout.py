@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -165,3 +166,41 @@ def unit_bounds(num_units: int, shares: Sequence[float]) -> tuple[int, ...]:
     if weights.ndim != 1 or not np.isfinite(weights).all() or (weights < 0.0).any() or not weights.any():
         raise ValueError(f"shares={shares} are not allowed: wanted are finite numbers, none negative, not all zero")
     return (0, *np.cumsum(unit_counts(tuple(weights.tolist()), SegmentWork(num_units, quantum=1, work=0.0))).tolist())
+
+
+class Piece(NamedTuple):
+    """Describes entries that are neighbours along one dimension, both in the whole tensor and on a rank.
+
+    Attributes:
+        begin: where they begin in the whole tensor.
+        local_begin: where they begin on the rank.
+        length: how many they are.
+    """
+
+    begin: int
+    local_begin: int
+    length: int
+
+
+def unit_pieces(units: Indices, num_units: int, rows: Sequence[int], *, each: bool = False) -> list[Piece]:
+    """Return the pieces of a rank that owns some units: runs of neighbours in every part, such as q, k and v.
+
+    Args:
+        units: that the rank owns, ascending.
+        num_units: of all ranks together, in every part.
+        rows: neighbours that one unit has, in each part.
+        each: whether every unit is a piece, so that copies on several ranks are the same pieces.
+    """
+    runs = np.split(units, np.flatnonzero((np.diff(units) != 1) | each) + 1) if len(units) else []
+    pieces: list[Piece] = []
+    begin = local_begin = 0
+    for of_part in rows:
+        for run in runs:
+            first, length = begin + int(run[0]) * of_part, len(run) * of_part
+            if pieces and not each and pieces[-1].begin + pieces[-1].length == first:  # where a part ends
+                pieces[-1] = pieces[-1]._replace(length=pieces[-1].length + length)
+            elif length:
+                pieces.append(Piece(first, local_begin, length))
+            local_begin += length
+        begin += num_units * of_part
+    return pieces

@@ -9,67 +9,39 @@ from __future__ import annotations
 
 import gc
 import importlib
+import json
 import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pkgutil import resolve_name
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from zeroresize.comm.collectives import group_ranks, group_size, require_group, world_size
+from zeroresize.comm.exchange import Meet
+from zeroresize.integrations.replicas import Reducer, ShardedOptimizer, WholeOptimizer
 from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.optim.optimizers import SHARDED, kinds_of, with_inner
+from zeroresize.resharding.agreement import agreed, allocate_together, require_same
 from zeroresize.resharding.fully_sharded import FullySharded, fully_sharded_in
-from zeroresize.resharding.sharded_optimizer import ShardedOptimizer, sharded_optimizer
+from zeroresize.utils.hashing import fingerprint
 from zeroresize.utils.torch_private import drop_reducer_of_ddp, rebuild_ddp, why_ddp_cannot_be_rebuilt
 
-#: Where hosts have one of their own, what it is called, and where its ``ReducerOfDdp`` is.
+_MEGATRONS = "megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel"
+#: Wrappers of hosts that have one of their own, by module and name, and where its ``ReducerOfDdp`` is.
 _HOSTS = {
-    "megatron.core.distributed.distributed_data_parallel": (
-        "DistributedDataParallel",
-        "zeroresize.integrations.megatron_buffers",
-    ),
-    "deepspeed.runtime.engine": ("DeepSpeedEngine", "zeroresize.integrations.deepspeed"),
+    _MEGATRONS: "zeroresize.integrations.megatron_buffers",
+    ("deepspeed.runtime.engine", "DeepSpeedEngine"): "zeroresize.integrations.deepspeed",
 }
-#: What each of them has once it is made.
+#: What each wrapper has once it is made.
 _WHEN_MADE = {"reducer", "bucket_groups", "seq_data_parallel_group"}
 #: What was found around models; modules hash by identity.
 _around: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
-
-
-class Reducer(Protocol):
-    """Averages gradients over replicas, in buffers made for the shapes that parameters have.
-
-    Attributes:
-        process_group: over which it averages.
-    """
-
-    process_group: ProcessGroup
-
-    def averaged(self) -> Iterable[Tensor]:
-        """Yield the parameters whose gradients it averages."""
-
-    def why_not_rebuilt(self) -> str | None:
-        """Return why it cannot be made anew; None if it can."""
-
-    def beside(self) -> Iterable[Tensor]:
-        """Yield the tensors that it has put beside parameters as their attributes, and makes anew."""
-        return ()
-
-    def note_step(self) -> None:
-        """Note that a step has used what gradients its buffers hold."""
-
-    def bytes_to_rebuild(self, num_more: int) -> int:
-        """Return the bytes that it takes beside what it has, where this rank gets so many elements more."""
-        return 0
-
-    def drop(self) -> None:
-        """Let go of what is made for the present shapes; no collective."""
-
-    def rebuild(self) -> None:
-        """Make it anew for the shapes that parameters have now; no collective."""
 
 
 class ReducerOfDdp(Reducer):
@@ -102,8 +74,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def _kinds() -> dict[Any, str]:
     """The DistributedDataParallel of torch and those of hosts in use, with the modules of their ``ReducerOfDdp``."""
-    loaded = {name: vars(sys.modules[name]) for name in _HOSTS if name in sys.modules}
-    hosts = {held.get(_HOSTS[name][0]): _HOSTS[name][1] for name, held in loaded.items()}
+    hosts = {getattr(sys.modules.get(module), name, None): where for (module, name), where in _HOSTS.items()}
     return {DistributedDataParallel: __name__, **{kind: where for kind, where in hosts.items() if kind is not None}}
 
 
@@ -186,8 +157,8 @@ def _groups_around(
     """For every layer the groups, by their ranks, over which the gradient of its weight is averaged."""
     averaged = [(reducer.process_group, set(map(id, reducer.averaged()))) for reducer in reducers]
     averaged += [(each.group, {key}) for key, each in sharded.items() if each.group is not None]
-    if in_parts is not None and in_parts.averages_over is not None:
-        averaged.append((in_parts.averages_over, set(map(id, in_parts.weights))))
+    if not reducers and in_parts is not None and in_parts.replicas is not None:
+        averaged.append((in_parts.replicas, set(map(id, in_parts.weights))))
     return [
         {tuple(group_ranks(group)): group for group, parameters in averaged if id(layer.weight) in parameters}
         for layer in layers.values()
@@ -231,3 +202,37 @@ def require_rebuildable(reducers: Sequence[Reducer]) -> None:
                 "parameters inside a wrapper of data parallelism cannot change their shapes, since its buffers cannot "
                 f"be made anew: {reason}"
             )
+
+
+def sharded_optimizer(optimizer: Any) -> ShardedOptimizer | None:
+    """Return what takes a sharded optimizer apart; None for one that is whole, or not known."""
+    try:
+        kinds = [(each, SHARDED.get(kind)) for each in with_inner(optimizer) for kind in kinds_of(each)]
+    except ValueError:  # several optimizers
+        return None
+    return next((resolve_name(where)(each) for each, where in kinds if where is not None), None)
+
+
+def gathered(sharded: ShardedOptimizer, meet: Meet) -> WholeOptimizer:
+    """Return the whole of a sharded optimizer, for which the memory of the hosts is enough; collective.
+
+    Raises:
+        ValueError, CannotMoveError, NotEnoughMemoryError, RuntimeError: as a move, on all ranks; nothing has changed.
+    """
+
+    def describe() -> float:
+        if (why := sharded.why_not()) is not None:
+            raise ValueError(f"units cannot move with this optimizer: {why}")
+        return fingerprint(json.dumps(sharded.describe()))
+
+    _, table = agreed(meet, describe, lambda number: (number, 0.0), what="what the optimizer keeps", moves=True)
+    require_same([number for number, *_ in table], "what the optimizer keeps", meet, moves=True)
+    needed = sum(weight.numel() * sharded.bytes_of_element(weight) for weight in sharded.weights)
+    largest = max(each.numel() * max(each.itemsize, torch.float32.itemsize) for each in sharded.weights)
+    device = next(iter(sharded.weights)).device
+    scratch, what = list[Tensor](), "the whole state of the optimizer"
+    allocate_together(needed, torch.device("cpu"), lambda: None, meet, what)
+    allocate_together(
+        largest, device, lambda: scratch.append(torch.empty(largest, dtype=torch.uint8, device=device)), meet, what
+    )
+    return agreed(meet, lambda: WholeOptimizer(sharded, *scratch), what=what, moves=True)[0]

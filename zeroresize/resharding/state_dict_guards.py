@@ -25,7 +25,7 @@ from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.splitting import whole_of_ranks
 from zeroresize.optim.optimizers import torch_optimizer, with_inner
 from zeroresize.resharding.agreement import agreed, make_alike, meet_over
-from zeroresize.resharding.sharded_optimizer import sharded_optimizer
+from zeroresize.resharding.data_parallel import sharded_optimizer
 from zeroresize.utils.torch_private import buffers_of, is_dtensor, parameters_of
 from zeroresize.utils.torch_state import remove_all
 
@@ -62,11 +62,7 @@ def guard_save_pretrained(model: nn.Module) -> None:
 
 def _merge(wrapper: Any, *args: Any, **options: Any) -> Any:
     layer: Any = wrapper.base_layer
-    if (division := _uneven(layer)) is not None:
-        raise RuntimeError(
-            f"merge() of LoRA into {layer.name_in_model}, which {division}: merge with all units at home, `with "
-            "balancer.at_home(): ...` on every rank of the group"
-        )
+    layer.require_home("merge() of LoRA into")
     if layer.has_dtensors:
         why = "whose weight is a DTensor, to which PEFT cannot add: save the adapter, and merge in the undivided model"
         raise RuntimeError(f"merge() of LoRA into {layer.name_in_model}, {why}")

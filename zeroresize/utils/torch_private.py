@@ -7,7 +7,6 @@ A new version of torch is read against this file: where it lacks a name, what ne
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import sys
 import threading
@@ -552,11 +551,6 @@ def is_replicated(known: Any) -> bool:
     return not hasattr(known.mesh_info, "shard_mesh_rank")
 
 
-@functools.cache
-def _names_of_arguments(function: Any) -> tuple[str, ...]:
-    return tuple(inspect.signature(function).parameters)
-
-
 def why_not_sharded_anew(known: Any) -> str | None:
     """Return why :func:`shard_anew` is not possible for an ``FSDPParam``, or not known to be; None if it is."""
     if is_replicated(known):
@@ -569,7 +563,7 @@ def why_not_sharded_anew(known: Any) -> str | None:
         return "and offloads it (CPUOffloadPolicy)"
     if type(known.sharded_param._local_tensor) is not Tensor:
         return f"of a {type(known.sharded_param._local_tensor).__name__}"
-    if _names_of_arguments(type(known)._init_sharded_param)[1:] != _FSDP_ARGUMENTS:
+    if tuple(inspect.signature(known._init_sharded_param).parameters) != _FSDP_ARGUMENTS:
         return "in a way that is not known of this version of torch"
     return None
 

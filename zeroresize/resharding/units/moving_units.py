@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_size, require_group
 from zeroresize.comm.exchange import Meet
+from zeroresize.integrations.replicas import Reducer, WholeOptimizer
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.functional import LastGradients
 from zeroresize.layers.local_parts import guard_dtensors, local_of, why_not_plain
@@ -27,7 +28,7 @@ from zeroresize.plan.layout import Layout
 from zeroresize.plan.ownership import OwnershipMap
 from zeroresize.plan.transfers import transfers
 from zeroresize.resharding.agreement import CannotMoveError, agreed, meet_over
-from zeroresize.resharding.data_parallel import Reducer, reducers_of, require_rebuildable
+from zeroresize.resharding.data_parallel import gathered, reducers_of, require_rebuildable, sharded_optimizer
 from zeroresize.resharding.fully_sharded import FullySharded, fully_sharded_in
 from zeroresize.resharding.parameter_state import (
     GRADIENTS,
@@ -37,24 +38,12 @@ from zeroresize.resharding.parameter_state import (
     why_of_fixed_size,
 )
 from zeroresize.resharding.parcels import End, Pair, Parcel, RankRounds, copy_units
-from zeroresize.resharding.sharded_optimizer import WholeOptimizer, gathered, sharded_optimizer
 from zeroresize.resharding.transaction import MoveReport, Participants, Transaction, run_transaction
 from zeroresize.utils.hashing import fingerprint
 from zeroresize.utils.torch_state import fingerprint_of_bits
 
 #: Of the messages of a rank in a round, unless less is allowed: these stay in a processor's cache.
 _ROUND_BYTES = 8 * 2**20
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnitMoveReport(MoveReport):
-    """Reports what a move of units was on this rank: of parameters, gradients, master weights and optimizer state.
-
-    Attributes:
-        num_units: of every kind that moved, how many changed owners in the whole group.
-    """
-
-    num_units: Mapping[str, float]
 
 
 def move_units(
@@ -67,7 +56,7 @@ def move_units(
     model: nn.Module | None = None,
     sharded: Mapping[int, FullySharded] | None = None,
     max_bytes: int = 64 * 2**20,
-) -> UnitMoveReport:
+) -> MoveReport:
     """Give every unit to the rank that owns it in ``targets``; collective, between an optimizer's step and a forward.
 
     With a unit travel its rows of every parameter of the segment, of the master weights, of all optimizer state of the
@@ -83,8 +72,8 @@ def move_units(
         targets: by the segment's name.
         process_group: of the ranks that the maps count.
         optimizer: the only one that steps these parameters, or a host's wrapper of it; None for none. One that is
-            sharded over replicas (:class:`~zeroresize.resharding.sharded_optimizer.ShardedOptimizer`) is gathered on
-            the CPU meanwhile.
+            sharded over replicas (:class:`~zeroresize.integrations.replicas.ShardedOptimizer`) is gathered on the CPU
+            meanwhile.
         meet: exchanges numbers in the group, or in all replicas, which then move alike; None to do so over
             ``process_group``.
         model: that holds these parameters. Reducers of DistributedDataParallel, torch's or Megatron-Core's, in it and
@@ -112,7 +101,7 @@ def move_units(
         lambda: UnitMove(segments, targets, process_group, optimizer, reducers, max_bytes, device, sharded),
         Participants(process_group, device, meet),
     )
-    return UnitMoveReport(num_units=move.num_units, **move.figures(begin))
+    return MoveReport(**move.figures(begin))
 
 
 def _require_same_replicated(
@@ -163,9 +152,8 @@ def bytes_of_units(
     for segment in segments:
         for contents in contents_of(segment, None if in_parts is not None else optimizer, rank, sharded):
             of_unit = contents.bytes_per_unit(contents.description, with_gradients=False)
-            if in_parts is not None and contents.parameter.numel():
-                of_element = in_parts.bytes_of(contents.parameter) // contents.parameter.numel()
-                of_unit += contents.unit_tensor.elements_of_unit * of_element
+            if in_parts is not None:
+                of_unit += contents.unit_tensor.elements_of_unit * in_parts.bytes_of_element(contents.parameter)
             num_units = len(segment.owned.owners) // contents.unit_tensor.block
             total += num_units * of_unit // segment.owned.num_ranks
     return total
@@ -414,11 +402,7 @@ class _MovingParameter:
 
 
 class UnitMove(Transaction):
-    """Moves units between ranks, as seen by this rank.
-
-    Attributes:
-        num_units: of every kind that moves, how many change owners in the whole group.
-    """
+    """Moves units between ranks, as seen by this rank."""
 
     plan_name = "the segments, their owners or the targets that they were given"
     memory_name = "new tensors of units that move"
@@ -444,7 +428,6 @@ class UnitMove(Transaction):
         made_anew = {id(tensor) for reducer in reducers for tensor in reducer.beside()}
         self._segments: list[tuple[OwnedSegment, OwnershipMap]] = []
         self._parameters: list[_MovingParameter] = []
-        self.num_units: dict[str, float] = {}
         routes: dict[tuple[bytes, bytes, int], _Route] = {}  # most segments move alike
         plans = []
         for segment in segments:
@@ -463,8 +446,6 @@ class UnitMove(Transaction):
                 moving.append(_MovingParameter(contents, routes.setdefault((*key, block), route)))
             self._segments.append((segment, after))
             self._parameters += moving
-            num_units = before.in_wholes(int(np.count_nonzero(before.owners != after.owners)))
-            self.num_units[segment.kind] = self.num_units.get(segment.kind, 0) + num_units
             plans.append([segment.name, *(owners.hex() for owners in key), [each.plan for each in moving]])
         _require_disjoint(moving.contents for moving in self._parameters)
         self.plan = fingerprint(json.dumps([max_bytes, plans]))
@@ -515,7 +496,7 @@ class UnitMove(Transaction):
 
     def commit(self) -> None:
         """Put the new tensors in place of the old ones; only ``on_change`` could fail."""
-        if not self.num_units:
+        if not self._segments:
             return
         for reducer in self._reducers:
             reducer.drop()  # its hooks hold on to accumulators, which remember shapes

@@ -27,11 +27,10 @@ from zeroresize.optim.shared_gradients import tell_host_of
 from zeroresize.plan.ownership import CopyCosts, OwnershipMap, SegmentWork, checked_shares, owned_shares, unit_counts
 from zeroresize.policy.moves.move_cost import most_bytes
 from zeroresize.resharding.agreement import CannotMoveError, gather_reasons, meet_prepared
-from zeroresize.resharding.data_parallel import DataParallelReplicas, reducers_of
+from zeroresize.resharding.data_parallel import DataParallelReplicas, reducers_of, sharded_optimizer
 from zeroresize.resharding.fully_sharded import FullySharded, fully_sharded_in, why_not_reduced
 from zeroresize.resharding.parameter_state import why_of_fixed_size
 from zeroresize.resharding.replaced_parts import ReplacedParts
-from zeroresize.resharding.sharded_optimizer import sharded_optimizer
 from zeroresize.resharding.units.moving_units import bytes_of_units, contents_of, move_units, why_sharded_for_good
 from zeroresize.utils.torch_state import fingerprint_of_bits
 
@@ -397,8 +396,7 @@ class OwnedUnits:
         """Why the optimizer does not let units be divided, and which of their parameters something else steps."""
         learning = {name: one for name, one in self._parameters.items() if one.requires_grad}
         if (sharded := self._sharded) is not None:
-            ids = set(map(id, sharded.weights))
-            others = [name for name, one in learning.items() if id(one) not in ids]
+            others = [name for name, one in learning.items() if one not in sharded.weights]
             shards = (shard for group in torch_optimizer(self._optimizer).param_groups for shard in group["params"])
             return sharded.why_not() or why_not_elementwise(self._optimizer, shards), why_others_step(others)
         try:
@@ -434,12 +432,9 @@ class OwnedUnits:
             return reason
         if self._is_fully_sharded and self._are_apart:
             return "several ranks hold rows that units share, and fully_shard divides what they hold of them otherwise"
-        if self._sharded is not None and (why := self._sharded.why_not()) is not None:
-            return why
-        if replicas.why_unknown is not None:
-            return replicas.why_unknown
-        if self._sharded is None and (sharded_state := why_sharded(self._optimizer)) is not None:
-            return sharded_state
+        why_in_parts = why_sharded(self._optimizer) if self._sharded is None else self._sharded.why_not()
+        if (reason := why_in_parts or replicas.why_unknown) is not None:
+            return reason
         follow = {id(tensor) for reducer in reducers_of(self._model) for tensor in reducer.beside()}
         with suppress(ValueError):  # it keeps them in other shapes; a move tells
             follow |= set(map(id, stepped_tensors(self._optimizer, self._parameters).values()))
