@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from zeroresize.optim.independence import mark_by_parameter, mark_elementwise
     from zeroresize.resharding.segments.segment_check import SegmentCheck, check_segments
     from zeroresize.stage_balancer import StageBalancer
+    from zeroresize.status import RankStatus, Status
     from zeroresize.telemetry import JsonLinesTelemetry, TensorBoardTelemetry, UpdateRecord
     from zeroresize.watching import Watch, watch
 
@@ -38,11 +39,13 @@ __all__ = [
     "JsonLinesTelemetry",
     "PaperConfig",
     "ParallelFinding",
+    "RankStatus",
     "RowParallelLinear",
     "RowwiseParallel",
     "Segment",
     "SegmentCheck",
     "StageBalancer",
+    "Status",
     "StragglerInjector",
     "TensorBoardTelemetry",
     "UpdateRecord",
@@ -78,6 +81,7 @@ _FILES = {
     "optim.independence": ("mark_by_parameter", "mark_elementwise"),
     "resharding.segments.segment_check": ("SegmentCheck", "check_segments"),
     "stage_balancer": ("StageBalancer",),
+    "status": ("RankStatus", "Status"),
     "telemetry": ("ChangeRecord", "JsonLinesTelemetry", "TensorBoardTelemetry", "UpdateRecord"),
     "watching": ("Watch", "watch"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from zeroresize.control.assembly import build
 from zeroresize.control.plan_execution import LineageTable
 from zeroresize.control.setup import tell_other_ranks
 from zeroresize.plan.group import WorkloadPlan
+from zeroresize.status import Status
 from zeroresize.telemetry import UpdateRecord
 from zeroresize.utils.checked import checked
 
@@ -46,6 +48,8 @@ class Balancer(Pausable):
             units to move where there are ranks outside of ``process_group``, and no DistributedDataParallel around the
             layers tells. Where units may move, all methods that are collective are so over all replicas.
         on_update: called with an :class:`~zeroresize.telemetry.UpdateRecord` at every update, on every rank.
+        on_status: called with :meth:`status` at every update, and by :meth:`close`, on rank 0 of the group, such as a
+            :class:`~zeroresize.telemetry.JsonLinesTelemetry`, which ``zeroresize live`` reads.
 
     Attributes:
         config, on_update: are the arguments; ``on_update`` may be changed at any time.
@@ -71,9 +75,10 @@ class Balancer(Pausable):
         process_group: ProcessGroup | DeviceMesh | None = None,
         data_parallel_group: ProcessGroup | DeviceMesh | None = None,
         on_update: Callable[[UpdateRecord], None] | None = None,
+        on_status: Callable[[Status], object] | None = None,
     ) -> None:
         config = BalanceConfig() if config is None else config
-        self.config, self.on_update = config, on_update
+        self.config, self.on_update, self._on_status = config, on_update, on_status
         self._parts = build(model, optimizer, config, process_group, data_parallel_group)
         self.restraint = self._parts.decider.restraint
         self.lineage = LineageTable(self._parts.setup.layers)
@@ -121,7 +126,10 @@ class Balancer(Pausable):
         if is_update and self.on_update is not None:
             self.on_update(records.update_record(parts, num_steps))
         if is_update and parts.group.units is not None:
+            decider.saved_s -= math.fsum(move.seconds for move in parts.group.units.moves)
             parts.group.units.forget_moves()
+        if is_update:
+            self._tell_status()
         observer.end_balancing(is_update=is_update, borrows=self.plan.ranks[parts.setup.rank].borrowed > 0.0)
         parts.group.where.call = Call.TRAINING
         self._begin_step()
@@ -163,6 +171,14 @@ class Balancer(Pausable):
                 "pause(advice=True) holds it is known what modes would do that are not in force"
             )
         return records.what_if(self._parts)
+
+    def status(self) -> Status:
+        """Return who is slow, how units are divided, what that has saved and why; the same on every rank.
+
+        Printed it is a table, also in a notebook. What ranks take is that of the last update, and empty in a group of
+        one.
+        """
+        return records.status(self._parts, self._num_steps, "ended" if self._is_closed else self.restraint.state)
 
     def layer_times(self) -> dict[str, float]:
         """Return the seconds that this rank's products of each layer took in a usual step, by layer name.
@@ -339,8 +355,14 @@ class Balancer(Pausable):
             self._require_no_visit("close(at_home=True)")
             self._is_at(Call.MOVING)
             self._parts.mover.go_home()
-        self._is_closed = True
+        was_open, self._is_closed = not self._is_closed, True
         self._parts.attached.close()
+        if was_open and self._num_steps:
+            self._tell_status()
+
+    def _tell_status(self) -> None:
+        if self._on_status is not None and self._parts.setup.rank == 0:
+            self._on_status(self.status())
 
     def _require_no_visit(self, call: str) -> None:
         if self._is_at_home:

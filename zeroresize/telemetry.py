@@ -15,7 +15,7 @@ from zeroresize.utils.files import BestEffort, EventBoard, JsonLines, without_na
 
 
 class Record(Protocol):
-    """Is what telemetry can write: an :class:`UpdateRecord`, a pipeline's profile, or a :class:`ChangeRecord`.
+    """Is what telemetry can write: an :class:`UpdateRecord`, a :class:`ChangeRecord`, a status, a pipeline's profile.
 
     Attributes:
         step: how many steps are over.
@@ -163,10 +163,11 @@ class ChangeRecord:
 class JsonLinesTelemetry:
     """Appends every record to a file, one JSON object a line; each rank needs a file of its own.
 
-    Pass it as ``Balancer(..., on_update=JsonLinesTelemetry(path))``. A pipeline's balancer takes one as ``on_profile``
-    and ``on_change``; its records are the same on all ranks, so one rank suffices. A line is complete once written, so
-    the file can be read while training runs and after it was killed; ``format`` in it is the number of the format. What
-    cannot be written is lost, with one warning: training goes on.
+    Pass it as ``Balancer(..., on_update=JsonLinesTelemetry(path))``, or as ``on_status``, which one rank alone calls. A
+    pipeline's balancer takes one as ``on_profile`` and ``on_change``; its records are the same on all ranks, so one
+    rank suffices. A line is complete once written, so the file can be read while training runs and after it was killed;
+    ``format`` in it is the number of the format. What cannot be written is lost,
+    with one warning: training goes on.
 
     Args:
         path: the file; its folder is made.

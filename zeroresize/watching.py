@@ -15,10 +15,11 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from zeroresize.comm.collectives import group_rank, group_size, require_group
 from zeroresize.comm.exchange import Exchange
 from zeroresize.comm.groups import CpuGroup, let_others_fail
-from zeroresize.control.slowness_watch import SlownessWatch
+from zeroresize.control.slowness_watch import SlownessWatch, status_of_watch
 from zeroresize.measure.model_steps import ModelSteps
 from zeroresize.optim.optimizers import hook_steps, torch_optimizer
 from zeroresize.policy.slowness.group_slowness import TOLERANCE, GroupSlowness, WatchReport
+from zeroresize.status import Status
 from zeroresize.utils import value_checks
 from zeroresize.utils.checked import checked, integer, real
 
@@ -52,6 +53,7 @@ def watch(
     process_group: ProcessGroup | DeviceMesh | None = None,
     update_every: int = 10,
     tolerance: float = TOLERANCE,
+    on_status: Callable[[Status], object] | None = None,
 ) -> Watch:
     """Watch who is slow while a model trains, whatever shards it: DDP, FSDP2, DTensor, compiled or plain modules.
 
@@ -66,12 +68,14 @@ def watch(
             one-dimensional ``DeviceMesh`` of them; None for all ranks of the job.
         update_every: steps between two exchanges of numbers. Slowness is told once it has lasted for two of them.
         tolerance: by which share of the others' time a rank's own work must take longer, at least.
+        on_status: called on rank 0 of the group with each new :meth:`Watch.status`, such as a
+            :class:`~zeroresize.telemetry.JsonLinesTelemetry`, which ``zeroresize live`` reads.
 
     Raises:
         ValueError: for arguments of another kind, a group without this rank, or ranks that do not agree on them.
         RuntimeError: if not all ranks come within the time limit of their process group.
     """
-    return Watch(model, optimizer, _group_of(process_group), update_every, tolerance)
+    return Watch(model, optimizer, _group_of(process_group), update_every, tolerance, on_status)
 
 
 class Watch:
@@ -82,7 +86,13 @@ class Watch:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Any, group: ProcessGroup | None, update_every: int, tolerance: float
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        group: ProcessGroup | None,
+        update_every: int,
+        tolerance: float,
+        on_status: Callable[[Status], object] | None,
     ) -> None:
         self._has_optimizer, self._is_closed = optimizer is not None, False
         self._steps: ModelSteps | None = None
@@ -99,7 +109,7 @@ class Watch:
             "whether zeroresize.watch was given an optimizer": str(self._has_optimizer),
         }
         exchange = Exchange(CpuGroup(group, agreement, explains=False))
-        self._slowness = SlownessWatch(exchange, rank, num_ranks, update_every, tolerance)
+        self._slowness = SlownessWatch(exchange, rank, num_ranks, update_every, tolerance, on_status)
         self._steps = ModelSteps(model)
         if self._has_optimizer:
             self._unhook = hook_steps(optimizer, after=self._after_step)
@@ -138,6 +148,10 @@ class Watch:
         It is that of the last exchange, which may be a step or two older on some ranks.
         """
         return self._slowness.report() if self._slowness is not None else GroupSlowness(1).report()
+
+    def status(self) -> Status:
+        """Return :meth:`report` as every balancer tells its own: printed it is a table, also in a notebook."""
+        return status_of_watch(self.report(), "ended" if self._is_closed else "on")
 
     @property
     def scores(self) -> tuple[float, ...]:

@@ -16,6 +16,8 @@ from zeroresize.config.keys import MIGRATING_MODES
 from zeroresize.plan.group import WorkloadPlan
 from zeroresize.plan.ownership import CopyCosts, SegmentWork
 from zeroresize.policy.moves.move_cost import MoveCost
+from zeroresize.policy.slowness.group_slowness import GroupSlowness
+from zeroresize.policy.slowness.windows import StepWindow
 from zeroresize.policy.tensor.controller import Controller
 from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost
 from zeroresize.policy.tensor.estimation.communication import CollectiveTimes
@@ -91,6 +93,9 @@ class GroupDecision:
         outside_s: of every rank, seconds of a step before its first balanced layer; empty before all were measured.
         memory: what the ranks hold and may hold, as they told last; None without ``config.memory_limits``.
         migration: Φ1 by the calibration, the same on every rank; None where nobody can lend, or before it is known.
+        slowness: who is slow, since when and why, by the times at even shares; not in mode "off", which watches.
+        even_step_s: seconds of a step if ranks owned what they do at home; NaN before all were measured.
+        saved_s: seconds that plans have saved on that so far, by what they predict, without those of moves.
     """
 
     def __init__(
@@ -111,6 +116,8 @@ class GroupDecision:
         self.migration: MigrationCost | None = None
         self.num_calibration_steps = 0
         self.outside_s: tuple[float, ...] = ()
+        self.slowness = GroupSlowness(num_ranks)
+        self.even_step_s, self.saved_s, self._decided_at = math.nan, 0.0, 0
 
     def update(self, numbers: RankNumbers, agreed: object) -> None:
         """Decide from what was sent at the last update, and send this rank's numbers.
@@ -270,6 +277,23 @@ class GroupDecision:
         self.what_if.update(samples, collectives)
         self.decided = self.controller.update(samples, collectives)
         self.num_calibration_steps = self.controller.num_calibration_steps
+        if are_known and self._exchange is not None and self._config.mode != "off":
+            self._account(measured, self._exchange.where.num_steps)
+
+    def _account(self, measured: Sequence[RankTimes], num_steps: int) -> None:
+        """Note who is slow, and add up what the plan in force has saved since the last update."""
+        since, self._decided_at = num_steps - self._decided_at, num_steps
+        home = self.controller.ownership.home
+        self.even_step_s = self.controller.predict_step_s(self.controller.whole_plan(home))
+        step_s = self.controller.predict_step_s(self.plan)
+        self.saved_s += since * (self.even_step_s - step_s)
+        of_steps = num_steps, since
+        self.slowness.update(
+            [
+                StepWindow(*of_steps, each.busy_s + each.outside_s, self.even_step_s, each.outside_s, each.gemm_s)
+                for each in measured
+            ]
+        )
 
     def _require_equal(self, fingerprints: Sequence[float]) -> None:
         """Check that these are equal: of all ranks that come, or of the group's, where replicas are merged already."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from dataclasses import asdict
 from typing import Any
 
 from zeroresize.control.assembly import Parts
+from zeroresize.control.slowness_watch import status_of_watch, statuses_of
 from zeroresize.policy.tensor.what_if import verdict_on
+from zeroresize.status import Status
 from zeroresize.telemetry import UpdateRecord
 
 _RECORDED_METRICS = ("ratio", "busy_s", "gemm_s", "predicted_step_s", "bound_s", "products_bound_s", "moving_rest")
@@ -91,3 +94,27 @@ def what_if(parts: Parts) -> dict[str, dict[str, Any]]:
         }
         for mode, plan in plans.items()
     }
+
+
+def status(parts: Parts, num_steps: int, state: str) -> Status:
+    """Return what :meth:`zeroresize.balancer.Balancer.status` tells."""
+    decider, slowness = parts.decider, parts.observer.slowness
+    if slowness is not None:  # in mode "off"
+        return status_of_watch(slowness.report(), state)
+    shares = [rank.owned * (1.0 - rank.spared) + rank.borrowed for rank in decider.plan.ranks]
+    report = decider.slowness.report()
+    verdict = decider.controller.verdict
+    relief = decider.plan.description if decider.plan.relieved else ""
+    return Status(
+        kind="units",
+        state=state,
+        step=num_steps,
+        time=time.time(),
+        step_s=parts.observer.monitor.step_s,
+        expected_step_s=decider.controller.predict_step_s(decider.plan),
+        even_step_s=decider.even_step_s,
+        saved_s=decider.saved_s,
+        cost_s=report.cost_s,
+        ranks=statuses_of(report, shares),
+        decided="; ".join(filter(None, (relief, verdict))),
+    )

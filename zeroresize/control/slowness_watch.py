@@ -7,14 +7,16 @@ So the same rounds come to every rank in the same order, perhaps a step or two a
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from zeroresize.comm.exchange import Exchange, GatheredNumbers
 from zeroresize.policy.slowness.group_slowness import TOLERANCE, GroupSlowness, WatchReport
 from zeroresize.policy.slowness.lines import lines_of
 from zeroresize.policy.slowness.windows import StepWindow, WatchedStep, window_of
+from zeroresize.status import RankStatus, Status
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +25,15 @@ class SlownessWatch:
     """Watches this rank's steps together with the others'; rank 0 of the group writes the log."""
 
     def __init__(
-        self, exchange: Exchange, rank: int, num_ranks: int, update_every: int, tolerance: float = TOLERANCE
+        self,
+        exchange: Exchange,
+        rank: int,
+        num_ranks: int,
+        update_every: int,
+        tolerance: float = TOLERANCE,
+        on_status: Callable[[Status], object] | None = None,
     ) -> None:
+        self._on_status = on_status if rank == 0 else None
         self._exchange, self._rank, self._update_every = exchange, rank, update_every
         self._group = GroupSlowness(num_ranks, tolerance)
         self._steps: list[WatchedStep] = []
@@ -93,7 +102,36 @@ class SlownessWatch:
 
     def _take(self, rows: Sequence[Sequence[float]]) -> None:
         events = self._group.update([StepWindow.of_numbers(numbers) for numbers in rows])
+        if self._on_status is not None:
+            self._on_status(status_of_watch(self.report(), "on"))
         if events and self._rank == 0:
             share_saved = self._group.report().share_saved
             for line in lines_of(events, share_saved, compares_work=self._group.compares_work):
                 logger.warning("step %d: %s", self._num_steps, line)
+
+
+def status_of_watch(report: WatchReport, state: str) -> Status:
+    """Return the status of a group whose work nobody divides."""
+    return Status(
+        kind="nothing",
+        state=state,
+        step=report.step,
+        time=time.time(),
+        step_s=report.step_s,
+        expected_step_s=math.nan,
+        even_step_s=math.nan,
+        saved_s=math.nan,
+        cost_s=report.cost_s,
+        ranks=statuses_of(report, [1.0] * report.num_ranks),
+    )
+
+
+def statuses_of(report: WatchReport, shares: Sequence[float]) -> tuple[RankStatus, ...]:
+    """Return [R] what is seen of ranks that compute these shares [R]; none before they were measured."""
+    slow = {each.rank: each for each in report.slow}
+    return tuple(
+        RankStatus(rank, busy_s, score, share, each.since_step, each.cause, each.cost_s)
+        if (each := slow.get(rank))
+        else RankStatus(rank, busy_s, score, share)
+        for rank, (busy_s, score, share) in enumerate(zip(report.busy_s, report.scores, shares, strict=False))
+    )

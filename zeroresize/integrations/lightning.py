@@ -47,7 +47,7 @@ class BalanceCallback(TrainerBalancing, Callback):
         config: how to balance; None for the defaults.
         process_group: the tensor-parallel group, or its mesh; None for that of the model's layers.
         data_parallel_group: as of :class:`zeroresize.Balancer`.
-        on_update: as of :class:`zeroresize.Balancer`.
+        on_update, on_status: as of :class:`zeroresize.Balancer`.
 
     Attributes:
         balancer: while training lasts, and after it, then closed; None before.

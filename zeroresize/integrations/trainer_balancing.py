@@ -17,7 +17,7 @@ class TrainerBalancing:
     """A mixin of callbacks: holds the balancer of a training from its begin to its end; methods are collective.
 
     Args:
-        config, process_group, data_parallel_group, on_update: as of :class:`zeroresize.Balancer`.
+        config, process_group, data_parallel_group, on_update, on_status: as of :class:`zeroresize.Balancer`.
 
     Attributes:
         balancer: while training lasts, and after it, then closed; None before.
@@ -30,11 +30,12 @@ class TrainerBalancing:
         process_group: ProcessGroup | DeviceMesh | None = None,
         data_parallel_group: ProcessGroup | DeviceMesh | None = None,
         on_update: Callable[[zr.UpdateRecord], None] | None = None,
+        on_status: Callable[[zr.Status], object] | None = None,
     ) -> None:
         super().__init__()
         self._config = config
         self._groups: dict[str, Any] = {"process_group": process_group, "data_parallel_group": data_parallel_group}
-        self._on_update = on_update
+        self._callbacks: dict[str, Any] = {"on_update": on_update, "on_status": on_status}
         self.balancer: zr.Balancer | None = None
         self._visit = ExitStack()
 
@@ -48,7 +49,7 @@ class TrainerBalancing:
         """Make the balancer of a model as it is trained and of its optimizer; a ValueError is the balancer's."""
         if self.balancer is not None:  # of a training that broke off, perhaps
             self._end()
-        self.balancer = zr.Balancer(model, optimizer, self._config, **self._groups, on_update=self._on_update)
+        self.balancer = zr.Balancer(model, optimizer, self._config, **self._groups, **self._callbacks)
 
     def _balance(self) -> None:
         """Balance, after a step of the optimizer."""

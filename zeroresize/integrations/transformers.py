@@ -49,7 +49,7 @@ class BalanceCallback(TrainerBalancing, TrainerCallback):
         config: how to balance; None for the defaults.
         process_group: the tensor-parallel group, or its mesh; None for that of the model's layers.
         data_parallel_group: as of :class:`zeroresize.Balancer`.
-        on_update: as of :class:`zeroresize.Balancer`.
+        on_update, on_status: as of :class:`zeroresize.Balancer`.
         resume_from_checkpoint: the Trainer's checkpoint that training goes on from, where that is not the one in
             ``output_dir`` of the step at which it begins.
 

@@ -8,6 +8,13 @@ from typing import Any
 
 #: So many ranks a text names one by one.
 _MOST_NAMED = 8
+#: What a rank's delay comes from, in a few words.
+CAUSES = {
+    "products": "matrix products",
+    "rest": "other computing",
+    "loader": "its data loader",
+    "compute": "computing",
+}
 
 
 def alike(values: Sequence[Any], ranks: Sequence[int] | None = None) -> list[list[int]]:
@@ -75,3 +82,17 @@ def seconds_text(seconds: float) -> str:
 def percent_text(share: float) -> str:
     """Return a share as whole per cent, for a line."""
     return f"{share:.0%}".replace("%", " %")
+
+
+def duration_text(seconds: float) -> str:
+    """Return how long something lasts, in the unit that a person would take: "310 ms", "12.4 s", "2 min 3 s"."""
+    if math.isnan(seconds):
+        return "?"
+    if seconds < 0.0:
+        return f"−{duration_text(-seconds)}"
+    if seconds < 0.9995:
+        return f"{1e3 * seconds:.3g} ms" if seconds < 0.0995 else f"{1e3 * seconds:.0f} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,71 @@
+"""Reads what a job tells of itself: files of lines of JSON that grow, of which those with a status count."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from zeroresize.commands.errors import CommandError
+from zeroresize.status import Status
+
+
+def files_of(paths: Sequence[str]) -> list[Path]:
+    """Return these files, and of folders all ``*.jsonl`` in them at any depth.
+
+    Raises:
+        CommandError: naming what is not there, or a folder without any.
+    """
+    files: list[Path] = []
+    for path in map(Path, paths):
+        below = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path] if path.exists() else []
+        if not below:
+            raise CommandError(
+                f"{path}: no file of lines of JSON is there: a job writes one by Balancer(…, on_status="
+                "zr.JsonLinesTelemetry(path)), and so by zr.watch and DataBalancer"
+            )
+        files += below
+    return files
+
+
+class StatusReader:
+    """Reads a file's statuses once each, also while it grows."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._offset, self._number = path, 0, 0
+
+    def new(self) -> Iterator[Status]:
+        """Yield what was written since the last call; an unfinished line waits for its end.
+
+        Raises:
+            CommandError: naming the file and the line, where it is no JSON.
+        """
+        if self.path.stat().st_size < self._offset:  # it was begun anew
+            self._offset = self._number = 0
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            content = file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            self._number += 1
+            try:
+                values = json.loads(line)
+            except ValueError as error:
+                raise CommandError(f"{self.path}, line {self._number}: no line of JSON: {error}") from error
+            if isinstance(values, dict) and "ranks" in values and "expected_step_s" in values:
+                yield Status.from_dict(values)
+
+
+def statuses_of(paths: Sequence[str]) -> dict[Path, list[Status]]:
+    """Return all statuses of each file that has any.
+
+    Raises:
+        CommandError: where none has, and as :func:`files_of`.
+    """
+    files = files_of(paths)
+    of_file = {path: list(StatusReader(path).new()) for path in files}
+    if not any(of_file.values()):
+        names = ", ".join(map(str, files[:4]))
+        raise CommandError(f"{names}: no status is in there yet; on_status= of a balancer or a watch writes them")
+    return {path: statuses for path, statuses in of_file.items() if statuses}
