@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -149,9 +149,19 @@ class Status:
         return f"<p>{html.escape(self.headline)}</p><table>{table}</table><p>{html.escape(self.decided)}</p>"
 
 
-def speeds_of(busy_s: tuple[float, ...]) -> tuple[float, ...]:
-    """Return [R] the shortest of these seconds as a share of each."""
-    return tuple(min(busy_s) / seconds for seconds in busy_s)
+def ranks_by_speed(
+    speeds: Sequence[float], shares: Sequence[float], busy_s: float = math.nan
+) -> tuple[RankStatus, ...]:
+    """Return [R] ranks of these speeds [R], in any unit, that compute these shares [R].
+
+    Args:
+        busy_s: seconds of the fastest at an even share.
+    """
+    fastest = max(speeds, default=math.nan)
+    return tuple(
+        RankStatus(rank, busy_s * fastest / speed, speed / fastest, share)
+        for rank, (speed, share) in enumerate(zip(speeds, shares, strict=True))
+    )
 
 
 def _restored(cls: type[_StateT], values: Mapping[str, Any]) -> _StateT:

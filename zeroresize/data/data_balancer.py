@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import operator
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
@@ -32,6 +33,7 @@ from zeroresize.policy.data.decision import DataDecision, DataState, RankWindow
 from zeroresize.policy.data.division import Division
 from zeroresize.policy.slowness.windows import StepWindow
 from zeroresize.resharding.agreement import agreed, require_same
+from zeroresize.status import Status, ranks_by_speed
 from zeroresize.telemetry import ChangeRecord
 from zeroresize.utils.checked import checked, integer
 from zeroresize.utils.codec import loaded, saved
@@ -120,6 +122,7 @@ class DataBalancer(Pausable):
         process_group: over which gradients are averaged, or a one-dimensional ``DeviceMesh``; None for all ranks.
         update_every: steps between two exchanges of times.
         on_change: called on every rank with each change of the division.
+        on_status: called with :meth:`status` on rank 0 of the group each ``update_every`` steps.
 
     Raises:
         ValueError: for values that are not allowed, or differ between ranks, and for a model whose gradients nothing
@@ -141,11 +144,13 @@ class DataBalancer(Pausable):
         process_group: ProcessGroup | DeviceMesh | None = None,
         update_every: int = 10,
         on_change: Callable[[ChangeRecord], object] | None = None,
+        on_status: Callable[[Status], object] | None = None,
     ) -> None:
         is_job = dist.is_available() and dist.is_initialized()
         self._group = require_group(process_group or dist.group.WORLD) if is_job else None
         rank, num_ranks = (0, 1) if self._group is None else (group_rank(self._group), group_size(self._group))
         self._counts, self._update_every, self._on_change = counts, update_every, on_change
+        self._on_status, self._step_s = on_status, math.nan
         self._exchange: Exchange | None = None
         self._undone_by_close = ExitStack()
         self.close: Callable[[], object] = finalize(self, self._undone_by_close.close)
@@ -302,6 +307,8 @@ class DataBalancer(Pausable):
         table = self._exchange.collect()
         if table is not None:
             self._take(table)
+            if self._on_status is not None and self._schedule.rank == 0:
+                self._on_status(self.status())
         if num_steps % self._update_every == 0:
             row = self._steps.window(num_steps, self._schedule.now.squares)
             further = row.fixed_s, row.excess_s, row.squares, row.most
@@ -326,6 +333,33 @@ class DataBalancer(Pausable):
             for name, (each, step_s, saved_s) in options.items()
         ]
         return DataOption("as it is", in_force.counts(size), now_s, 0.0), *known
+
+    def status(self) -> Status:
+        """Return who is slow, how batches are divided, what that has saved and why; the same on every rank.
+
+        Printed it is a table, also in a notebook. Shares are those of equal samples. Of what was saved three fifths
+        count, as some seconds may be fixed of which nobody knows.
+        """
+        state, size = self._decision.state, self._schedule.global_batch
+        counts, speeds = self.counts, [1.0 / pace_s for pace_s in self._decision.pace_s]
+        even_s = self._decision.even_s
+        return Status(
+            kind="samples",
+            state=self.restraint.state,
+            step=self._schedule.num_steps,
+            time=time.time(),
+            step_s=self._step_s,
+            expected_step_s=self._decision.step_s(state.in_force),
+            even_step_s=max(even_s, default=math.nan),
+            saved_s=state.gained_s,
+            cost_s=0.0,
+            ranks=ranks_by_speed(
+                speeds,
+                [count * len(counts) / size for count in counts] if speeds else (),
+                min(even_s, default=math.nan),
+            ),
+            decided=str(self._decision.verdict),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was trained on, and what was learned of ranks; plain values, the same on every rank.
@@ -420,6 +454,7 @@ class DataBalancer(Pausable):
         """Decide by what every rank has sent a step ago, alike on all of them."""
         num_steps, size, now = self._schedule.num_steps, len(fields(StepWindow)), self._schedule.newest
         rows = [RankWindow(StepWindow.of_numbers(row[:size]), *row[size:-4]) for row in table]
+        self._step_s = max(row.window.step_s for row in rows)
         marks, fetched, ahead, wishes = zip(*(row[-4:] for row in table), strict=True)
         require_same(marks, "how batches are divided, or in the epoch (set_epoch)", self._meet)
         self.restraint.agree(wishes, num_steps, tells=self._schedule.rank == 0)

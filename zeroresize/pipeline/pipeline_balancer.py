@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -46,6 +48,7 @@ from zeroresize.resharding.agreement import (
     meet_prepared,
 )
 from zeroresize.resharding.parameter_state import groups_of, require_movable_state
+from zeroresize.status import Status, ranks_by_speed
 from zeroresize.telemetry import ChangeRecord
 from zeroresize.utils.checked import checked, integer, real
 from zeroresize.utils.codec import loaded, saved
@@ -295,6 +298,30 @@ class PipelineBalancer(Pausable):
             ValueError: if no boundaries fit into the memory limits.
         """
         return self._rebalancing.propose(self._pipeline.boundaries)
+
+    def status(self) -> Status:
+        """Return how fast stages are, how many layers each has, and what was decided and why; the same on every rank.
+
+        Printed it is a table, also in a notebook; its ranks are stages. Seconds are those of a profiled block.
+        """
+        costs, proposal = self._rebalancing.costs, self.what_if()
+        boundaries, num_stages = self._pipeline.boundaries, self._pipeline.num_stages
+        speeds = () if costs is None else costs.speeds
+        even_s = math.nan if costs is None else math.fsum(costs.seconds) / num_stages / max(speeds)
+        shares = [num_stages * (end - begin) / boundaries[-1] for begin, end in itertools.pairwise(boundaries)]
+        return Status(
+            kind="layers",
+            state=self.restraint.state,
+            step=self.steps,
+            time=time.time(),
+            step_s=math.nan,
+            expected_step_s=math.nan if proposal is None else proposal.step_s,
+            even_step_s=math.nan,
+            saved_s=math.nan,
+            cost_s=0.0,
+            ranks=ranks_by_speed(speeds, shares if speeds else (), even_s),
+            decided="" if proposal is None else proposal.reason,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was learned of layers, devices, moves and costs: plain values, the same on every rank."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -34,6 +35,7 @@ from zeroresize.policy.strategy.stragglers.decision import (
 )
 from zeroresize.policy.strategy.stragglers.rank_speeds import RankSpeeds, SampleCadence
 from zeroresize.resharding.agreement import NotEnoughMemoryError, agreed, meet_over
+from zeroresize.status import Status, ranks_by_speed
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.step_trainer import StepTrainer
 from zeroresize.telemetry import ChangeRecord
@@ -149,6 +151,28 @@ class StragglerBalancing(Pausable, ABC, Generic[Step]):
         """Return what each candidate would bring now, the first being to stay; empty before speeds are known."""
         speeds = self._speeds.speeds()
         return () if speeds is None else self._decision.what_if(speeds)
+
+    def status(self) -> Status:
+        """Return how fast ranks are, and what was decided and why; the same on every rank.
+
+        Printed it is a table, also in a notebook. Seconds are those of the model of costs; shares are not told, as each
+        strategy divides otherwise: those without a part have 0.
+        """
+        speeds, options = self._speeds.speeds() or (), self.what_if()
+        left_out = {rank for rank in range(len(speeds)) if all(rank not in each.ranks for each in self.in_force)}
+        return Status(
+            kind=self._kind,
+            state=self.restraint.state,
+            step=self.steps,
+            time=time.time(),
+            step_s=math.nan,
+            expected_step_s=options[0].step_s if options else math.nan,
+            even_step_s=math.nan,
+            saved_s=math.nan,
+            cost_s=0.0,
+            ranks=ranks_by_speed(speeds, [0.0 if rank in left_out else math.nan for rank in range(len(speeds))]),
+            decided=str(self._decision.verdict),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was learned and is owed; plain values, the same on every rank."""

@@ -162,6 +162,13 @@ class DataDecision:
         return tuple(math.exp(meter.level) for meter in meters) if all(meter.is_known for meter in meters) else ()
 
     @property
+    def even_s(self) -> tuple[float, ...]:
+        """[R] seconds of a step of each rank, if batches were divided evenly; empty before all ranks were measured."""
+        count = max(self._even.counts(self._global_batch))
+        both = zip(self.state.fixed_s, self.pace_s, strict=False)
+        return tuple(fixed_s + self._per_sample * pace_s * count for fixed_s, pace_s in both)
+
+    @property
     def disturbed_s(self) -> float:
         """Seconds that a change disturbs training for: as seen, and at first those of a step."""
         state = self.state
