@@ -331,6 +331,9 @@ def test_a_slow_rank_is_given_fewer_samples_and_then_as_many_as_the_others(rank,
     train(24)
     assert balancer.counts == (12, 12)
     assert records and not any(record.is_made for record in records)
+    status = balancer.status()
+    assert status.state == "advice" and status.ranks[1].speed < 0.6 and status.ranks[1].share == 1.0
+    assert status.even_step_s == status.expected_step_s and status.decided
     as_it_is, *others = balancer.what_if()
     assert as_it_is.counts == (12, 12) and others[0].share_saved > 0.3
     balancer.resume()

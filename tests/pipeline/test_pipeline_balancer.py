@@ -76,8 +76,12 @@ def test_a_straggling_stage_gets_fewer_layers_and_gets_them_back(rank, group):
     training.pace.of_rank = 3.0 if rank == 1 else 1.0
     with caught_log_lines() as messages:
         boundaries.append(training.train(14))
+        status = training.balancer.status()
         training.pace.of_rank = 1.0
         boundaries.append(training.train(14))
+    assert status.kind == "layers" and [each.share for each in status.ranks] == [1.5, 0.5]
+    assert [each.speed for each in status.ranks] == pytest.approx([1.0, 1.0 / 3.0], rel=0.05)
+    assert status.ranks[1].busy_s == pytest.approx(3.0 * status.ranks[0].busy_s, rel=0.05) and str(status)
     proposal = training.balancer.what_if()
     assert proposal.before == training.pipeline.boundaries and len(proposal.stage_s) == 2
     (*first, messages, _), (*second, silent, losses) = gathered(

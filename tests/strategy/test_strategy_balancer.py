@@ -99,11 +99,14 @@ def test_a_slow_rank_is_shrunk_left_out_and_comes_back_and_results_are_those_of_
         losses.append(balancer.step(batch(len(losses))).loss)
     assert not records and balancer.what_if()[0].candidate.kind == "stay"
     run_until("shares", 1.4, 30)
+    status = balancer.status()
+    assert status.kind == "strategies" and status.ranks[1].speed == pytest.approx(1 / 1.4, rel=0.1) and str(status)
     assert all(
         strategy.ranks == original.strategy.ranks for strategy, original in zip(balancer.in_force, RANGES, strict=True)
     )
     balancer.load_state_dict(json.loads(json.dumps(balancer.state_dict())))
     run_until("leave out", 8.0, 30)
+    assert [each.share == 0.0 for each in balancer.status().ranks] == [False, True, False, False]
     assert records[-1].left_out == (1,) and trainer.model.optimizer_strategy == balancer.in_force[0]
     assert not any(1 in one.ranks for one in balancer.in_force)
     assert rank != 1 or not list(trainer.model.parameters())

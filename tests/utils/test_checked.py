@@ -76,7 +76,7 @@ WRONG = {
     "PaperConfig": rows(PAPER_TEXT, "semi_rule mig_rule pridiff_rule snapshot imputation")
     | rows(("x", NAN, -1, True), "num_migrating alpha theta_iter"),
     "Balancer": rows(CLASS, "model config process_group data_parallel_group")
-    | rows(FUNCTION, "on_update")
+    | rows(FUNCTION, "on_update on_status")
     | rows(ANY, "optimizer"),
     "StageBalancer": rows(CLASS, "pipeline config process_group data_parallel_group")
     | rows(FUNCTION, "on_update")
@@ -86,7 +86,7 @@ WRONG = {
     | rows(COUNT, "global_batch max_samples num_micro_batches micro_batch_size")
     | rows((*COUNT, 1), "update_every")
     | rows(BOUNDARIES, "counts")
-    | rows(FUNCTION, "on_change")
+    | rows(FUNCTION, "on_change on_status")
     | rows(ANY, "optimizer"),
     "ColumnParallelLinear": LINEAR | rows(FLAG, "gather_output"),
     "RowParallelLinear": LINEAR | rows(FLAG, "input_is_parallel"),
@@ -112,6 +112,7 @@ WRONG = {
     | rows(FUNCTION, "schedule")
     | rows((3, "gem", NAN), "scope"),
     "watch": rows(CLASS, "model process_group")
+    | rows(FUNCTION, "on_status")
     | rows(COUNT, "update_every")
     | rows(SHARE[:3], "tolerance")
     | rows((3, "adam"), "optimizer"),
@@ -232,7 +233,7 @@ WRONG = {
 }
 #: What the package makes and users only read.
 MADE_HERE = {
-    *("ChangeRecord", "ParallelFinding", "SegmentCheck", "UpdateRecord", "Watch", "HostAdapter", "StaysEven"),
+    *("ChangeRecord", "RankStatus", "Status", "ParallelFinding", "SegmentCheck", "UpdateRecord", "Watch", "HostAdapter", "StaysEven"),
     *("LayerMoveReport", "LayerProfile", "MoveDuringBackward", "PipelinePlan", "PipelineProfile", "ProfileRecord"),
     *("RebalancingProposal", "Release", "RepackingReport", "Position", "RangeReport", "SearchResult", "StepReport"),
     *("SwitchReport", "DoesNotFitError", "IterationReport", "Packed", "PaddedBatch", "PairBatch"),

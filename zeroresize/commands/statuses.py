@@ -54,7 +54,10 @@ class StatusReader:
             except ValueError as error:
                 raise CommandError(f"{self.path}, line {self._number}: no line of JSON: {error}") from error
             if isinstance(values, dict) and "ranks" in values and "expected_step_s" in values:
-                yield Status.from_dict(values)
+                try:
+                    yield Status.from_dict(values)
+                except ValueError as error:
+                    raise CommandError(f"{self.path}, line {self._number}: {error}") from error
 
 
 def statuses_of(paths: Sequence[str]) -> dict[Path, list[Status]]:
