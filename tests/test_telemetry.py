@@ -235,3 +235,14 @@ def test_events_that_cannot_be_written_end_no_training_and_cost_no_others(tmp_pa
     (line,) = caplog.messages
     assert line.startswith(f"TensorBoard's {tmp_path} is incomplete from step 20 on: ")
     assert list(scalars_in(tmp_path)["balance/ratio"]) == [10, 40]
+
+
+def test_ranks_that_are_given_no_record_take_nobodys_file_away(tmp_path):
+    path = tmp_path / "status.jsonl"
+    path.write_text('{"step": 1}\n')
+    writing, idle = (zr.JsonLinesTelemetry(path, from_step=0) for _ in range(2))
+    writing(record(step=3))
+    idle.close()
+    zr.JsonLinesTelemetry(path, from_step=0)
+    writing(record(step=4))
+    assert [line["step"] for line in read_json_lines(path)] == [3, 4]

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 from zeroresize.utils.checked import checked, integer
 from zeroresize.utils.codec import FORMAT
-from zeroresize.utils.files import BestEffort, EventBoard, JsonLines, without_nan
+from zeroresize.utils.files import BestEffort, EventBoard, JsonLines, require_json_lines, without_nan
 
 
 class Record(Protocol):
@@ -171,7 +171,8 @@ class JsonLinesTelemetry:
 
     Args:
         path: the file; its folder is made.
-        from_step: lines of later steps, left by an interrupted run, are dropped first; 0 starts anew, None keeps all.
+        from_step: lines of later steps, left by an interrupted run, are dropped with the first record; 0 starts anew,
+            None keeps all.
 
     Raises:
         ValueError: naming the file and the line, if what is there are no records.
@@ -179,17 +180,21 @@ class JsonLinesTelemetry:
     """
 
     def __init__(self, path: str | Path, *, from_step: int | None = None) -> None:
-        self._lines = JsonLines(path, None if from_step is None else ("step", from_step))
+        self._path, self._until = Path(path), None if from_step is None else ("step", from_step)
+        require_json_lines(self._path, self._until)
+        self._lines: JsonLines | None = None  # which ranks make that are given no record would take each other's away
         self._best_effort = BestEffort(f"telemetry in {path}")
 
     def __call__(self, record: Record) -> None:
         with self._best_effort.writing(f"step {record.step}"):
+            self._lines = self._lines or JsonLines(self._path, self._until)
             self._lines.write({"format": FORMAT, **record.to_dict()})
 
     def close(self) -> None:
         """Write all that can be written, and close the file."""
-        with self._best_effort.writing("its end"):
-            self._lines.close()
+        if self._lines is not None:
+            with self._best_effort.writing("its end"):
+                self._lines.close()
 
 
 _SCALARS = (

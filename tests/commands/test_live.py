@@ -25,13 +25,14 @@ def at(step, **changes):
 
 
 def test_what_is_there_now_is_shown_once(tmp_path, capsys):
-    write(tmp_path / "status.jsonl", at(10), at(20, step_s=0.5))
+    even = tuple(dataclasses.replace(each, share=1.0) for each in STATUS.ranks)
+    write(tmp_path / "status.jsonl", at(5, ranks=even, decided="at first"), at(10), at(20, step_s=0.5))
     assert main(["live", "--once", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "step 20" in shown and "step 10; " not in shown
     assert "matrix products" in shown and "0.67" in shown
-    assert "▅█" in shown and "at most 500 ms" in shown
-    assert shown.count("moved") == 1
+    assert "▅▅█" in shown and "at most 500 ms" in shown
+    assert shown.count("moved") == 1 and "step 10: moved" in shown and "at first" not in shown
 
 
 def test_lines_of_other_records_are_passed_over(tmp_path, capsys):

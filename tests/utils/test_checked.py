@@ -233,7 +233,8 @@ WRONG = {
 }
 #: What the package makes and users only read.
 MADE_HERE = {
-    *("ChangeRecord", "RankStatus", "Status", "ParallelFinding", "SegmentCheck", "UpdateRecord", "Watch", "HostAdapter", "StaysEven"),
+    *("ChangeRecord", "ParallelFinding", "SegmentCheck", "UpdateRecord", "Watch", "HostAdapter", "StaysEven"),
+    *("RankStatus", "Status"),
     *("LayerMoveReport", "LayerProfile", "MoveDuringBackward", "PipelinePlan", "PipelineProfile", "ProfileRecord"),
     *("RebalancingProposal", "Release", "RepackingReport", "Position", "RangeReport", "SearchResult", "StepReport"),
     *("SwitchReport", "DoesNotFitError", "IterationReport", "Packed", "PaddedBatch", "PairBatch"),

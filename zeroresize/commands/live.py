@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroresize.commands.errors import need
-from zeroresize.commands.statuses import StatusReader, files_of
+from zeroresize.commands.statuses import StatusReader, changes_of, files_of
 from zeroresize.status import HEADINGS, Status
 from zeroresize.utils.texts import duration_text
 
@@ -64,8 +64,8 @@ class Group:
         for status in self._reader.new():
             if not math.isnan(status.step_s):
                 self.steps_s.append(status.step_s)
-            if status.decided and (self.newest is None or status.decided != self.newest.decided):
-                self.decisions.append(f"step {status.step}: {status.decided}")
+            known = [self.newest] if self.newest is not None else []
+            self.decisions += [f"step {now.step}: {now.decided}" for _, now in changes_of([*known, status])]
             self.newest = status
 
     @property

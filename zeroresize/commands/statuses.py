@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from zeroresize.commands.errors import CommandError
 from zeroresize.status import Status
+
+#: Shares that differ by less are told as the same.
+_ALIKE = 0.02
 
 
 def files_of(paths: Sequence[str]) -> list[Path]:
@@ -72,3 +76,11 @@ def statuses_of(paths: Sequence[str]) -> dict[Path, list[Status]]:
         names = ", ".join(map(str, files[:4]))
         raise CommandError(f"{names}: no status is in there yet; on_status= of a balancer or a watch writes them")
     return {path: statuses for path, statuses in of_file.items() if statuses}
+
+
+def changes_of(statuses: Iterable[Status]) -> Iterator[tuple[Status, Status]]:
+    """Yield each status by which work is divided otherwise, after the one before it."""
+    for before, after in itertools.pairwise(statuses):
+        shares = zip(before.ranks, after.ranks, strict=False)
+        if any(abs(now.share - then.share) > _ALIKE for then, now in shares):
+            yield before, after

@@ -88,7 +88,6 @@ class JsonLines:
 
     def __init__(self, path: str | Path, until: tuple[str, int] | None = None) -> None:
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
         lines = [line for line, number, values in _read(path) if _stays(path, number, values, until)]
         write_whole(path, "".join(f"{line}\n" for line in lines))
         self._file = GrowingFile(path)
@@ -100,6 +99,19 @@ class JsonLines:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def require_json_lines(path: Path, until: tuple[str, int] | None = None) -> None:
+    """Check that :class:`JsonLines` can append to this file; it is made, and what is in it stays.
+
+    Raises:
+        ValueError: naming the file and the line, if what is there are no objects, or lack the number of ``until``.
+        OSError: if the file cannot be made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.open("ab").close()
+    for _, number, values in _read(path):
+        _stays(path, number, values, until)
 
 
 def read_json_lines(path: str | Path) -> list[dict[str, Any]]:

@@ -1,0 +1,110 @@
+"""``zeroresize report``: one page of a run or more, whose numbers are those of the statuses."""
+
+import dataclasses
+import json
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from zeroresize.commands import pictures
+from zeroresize.commands.__main__ import main
+from zeroresize.status import RankStatus, Status
+
+
+def at(step, shares=(1.0, 1.0), chi=1.0, saved_s=0.0, since=None, **changes):
+    slow = {} if since is None else {"slow_since": since, "cause": "products", "cost_s": 3.0}
+    ranks = RankStatus(0, 0.1, 1.0, shares[0]), RankStatus(1, 0.1 * chi, 1.0 / chi, shares[1], **slow)
+    text = f"why of {step}"
+    status = Status("units", "on", step, 1000.0 + step, 0.1 * chi, 0.1, 0.1 * chi, saved_s, 3.0, ranks, text)
+    return dataclasses.replace(status, **changes)
+
+
+RUN = [
+    at(10),
+    at(20, chi=4.0, since=15),
+    at(30, shares=(1.6, 0.4), chi=4.0, since=15, saved_s=5.0),
+    at(40, shares=(1.6, 0.4), chi=4.0, since=15, saved_s=20.0),
+    at(50, saved_s=20.0),
+    at(60, saved_s=20.0, state="ended"),
+]
+
+
+@pytest.fixture
+def page_of(tmp_path, capsys):
+    def make(**runs):
+        for name, statuses in runs.items():
+            lines = "".join(json.dumps(status.to_dict()) + "\n" for status in statuses)
+            (tmp_path / f"{name}.jsonl").write_text(lines)
+        assert (
+            main(["report", *(str(tmp_path / f"{name}.jsonl") for name in runs), "--out", str(tmp_path / "r.html")])
+            == 0
+        )
+        return (tmp_path / "r.html").read_text(), capsys.readouterr().out
+
+    return make
+
+
+def texts_of(page, heading):
+    """Rows of texts of the table below a heading."""
+    table = page[page.index(heading) :].partition("</table>")[0]
+    rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, re.S) for row in table.split("<tr>")[1:]]
+    return rows[1:]
+
+
+def test_it_tells_whether_balancing_paid_who_was_slow_and_what_was_decided(page_of):
+    page, printed = page_of(first=RUN)
+    assert "balancing saved 20.0 s: 50.0 s would have been 1 min 10 s, 29 % more" in page and "saved 20.0 s" in printed
+    assert "60, has ended" in page
+    assert texts_of(page, "Who was slow") == [["1", "15", "40", "4.00", "matrix products", "3.0 s"]]
+    assert texts_of(page, "What was decided") == [["30", "why of 30"], ["50", "why of 50"]]
+    assert texts_of(page, "Ranks at the end")[1][:4] == ["1", "100 ms", "1.00", "1.00"]
+
+
+def test_its_pictures_are_sound_svg_of_which_each_has_a_title_and_nothing_comes_from_elsewhere(page_of):
+    page, _ = page_of(first=RUN)
+    svgs = re.findall(r"<svg.*?</svg>", page, re.S)
+    assert len(svgs) == 3
+    for svg in svgs:
+        first = ElementTree.fromstring(svg)[0]
+        assert first.tag.endswith("title") and first.text
+    outside = re.findall(r"""(?:src|href)=["'](?!#)[^"']*|url\((?!#)[^)]*|@import""", page)
+    assert outside == [] and "<script" not in page
+
+
+def test_ranks_differ_in_grey():
+    colors = set(
+        re.findall(r"#[0-9a-f]{6}", pictures.of_shares(RUN) + pictures.of_ranks(RUN, "speed", "speeds", "speed"))
+    )
+    assert colors and all(color[1:3] == color[3:5] == color[5:7] for color in colors)
+    assert "stroke-dasharray" in pictures.of_ranks(RUN, "speed", "speeds", "speed")
+
+
+def test_of_many_ranks_those_that_were_slow_are_drawn():
+    ranks = tuple(RankStatus(rank, 0.1, 0.5 + rank / 200, 1.0, 5 if rank == 7 else None) for rank in range(64))
+    many = dataclasses.replace(at(10), ranks=ranks)
+    assert pictures.chosen_ranks([many]) == [7, 63]
+    assert "rank 7" in pictures.of_shares([many, many])
+
+
+def test_runs_stand_side_by_side(page_of):
+    page, _ = page_of(off=[dataclasses.replace(each, kind="nothing", saved_s=float("nan")) for each in RUN[:2]], on=RUN)
+    first, second = texts_of(page, "what came of it")
+    assert "nothing was balanced" in first[-1] and "balancing saved 20.0 s" in second[-1]
+    assert "last heard of at step 20" in page
+
+
+def test_texts_of_a_run_are_no_html(page_of):
+    page, _ = page_of(first=[dataclasses.replace(each, decided="<b>bold</b>") for each in RUN])
+    assert "<b>bold" not in page and "&lt;b&gt;bold" in page
+
+
+def test_where_it_cannot_be_written_is_said_in_a_line(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text(json.dumps(RUN[0].to_dict()) + "\n")
+    assert main(["report", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "no" / "r.html")]) == 2
+    assert "cannot be written: No such file or directory" in capsys.readouterr().err
+
+
+def test_a_run_before_anything_is_known_is_a_page_too(page_of):
+    page, _ = page_of(first=[dataclasses.replace(RUN[0], ranks=(), step_s=float("nan"), even_step_s=float("nan"))])
+    assert "No rank was" in page
