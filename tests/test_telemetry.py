@@ -240,9 +240,9 @@ def test_events_that_cannot_be_written_end_no_training_and_cost_no_others(tmp_pa
 def test_ranks_that_are_given_no_record_take_nobodys_file_away(tmp_path):
     path = tmp_path / "status.jsonl"
     path.write_text('{"step": 1}\n')
-    writing, idle = (zr.JsonLinesTelemetry(path, from_step=0) for _ in range(2))
+    writing, idle = (JsonLinesTelemetry(path, from_step=0) for _ in range(2))
     writing(record(step=3))
     idle.close()
-    zr.JsonLinesTelemetry(path, from_step=0)
+    JsonLinesTelemetry(path, from_step=0)
     writing(record(step=4))
     assert [line["step"] for line in read_json_lines(path)] == [3, 4]
