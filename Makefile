@@ -1,5 +1,5 @@
 # Everything lives in .venv, and for make test-hosts in .venv-hosts: nothing is installed outside them.
-#   make test PYTHON=python3.12                       another interpreter (3.11 or newer, for the pinned requirements)
+#   make test PYTHON=python3.12                       another interpreter, no older than pyproject.toml says
 #   make setup PIP_ARGS="--extra-index-url <index>"   another package index, such as one with CPU builds of torch
 #   make test PYTEST_ARGS="-k convert"                some tests only
 #   make test-all PYTEST_ARGS="-k convert"            some tests only, slow ones among them
@@ -24,6 +24,8 @@ STAMP := $(VENV)/.installed
 HOSTS_STAMP := $(HOSTS_VENV)/.installed
 VERSIONS_STAMPS := $(TORCH_VERSIONS:%=.venv-torch-%/.installed)
 PACKAGE := pyproject.toml setup.py
+# The oldest Python.
+FLOOR := $(shell sed -n 's/^requires-python = ">=\(.*\)"/\1/p' pyproject.toml)
 
 # $(call pytest,folder): with the Python of a virtual environment. Where bytecode is not kept, every worker and every
 # process that a test starts compiles all modules again.
@@ -33,7 +35,7 @@ pip_install = $(1)/bin/python -m pip install -qq --disable-pip-version-check --n
 
 # $(call make_environment,folder,what pip installs torch by,what it installs everything else by)
 define make_environment
-	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
+	@$(PYTHON) -c 'import sys; sys.exit("Python $(FLOOR) or newer is needed: make PYTHON=..." if sys.version_info < tuple(map(int, "$(FLOOR)".split("."))) else 0)'
 	@echo "[1/4] Virtual environment in $(1)"
 	@$(PYTHON) -m venv $(1)
 	@echo "[2/4] Installing torch (the largest download)"
@@ -45,7 +47,7 @@ define make_environment
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-slow test-all test-hosts test-versions demo lint release-check format clean
+.PHONY: help setup test test-slow test-all test-hosts test-versions demo lint wheel-check release-check format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F@ '{ printf "%-15s %s\n", $$1, $$2 }'
@@ -100,10 +102,11 @@ lint: setup  ## ruff, ruff format, mypy, the import rules and the limits of size
 	@$(BIN)/lint-imports
 	@$(BIN)/python scripts/size.py
 
-release-check: lint test-all test-hosts test-versions demo  ## all there is, by hand before a tag; takes an hour or more
-	@echo "Building a wheel"
-	@$(BIN)/python -m pip wheel -qq --no-deps --no-build-isolation --wheel-dir build/wheel .
-	@ls build/wheel
+wheel-check: setup  ## build a wheel and an sdist, and run the wheel's commands away from the checkout
+	@echo "Building a wheel and an sdist, and trying them"
+	@$(BIN)/python scripts/check_wheel.py
+
+release-check: lint wheel-check test-all test-hosts test-versions demo  ## all there is, by hand before a tag; takes an hour or more
 
 format: setup  ## let ruff repair and format the code
 	@$(BIN)/ruff check --fix .

@@ -13,9 +13,9 @@ import select
 import subprocess
 import sys
 from pathlib import Path
+from typing import Self
 
 import torch
-from typing_extensions import Self
 
 _COMPETITOR = Path(__file__).with_name("competitor.py")
 #: Seconds in which a competitor is at work; on a GPU it imports torch before.

@@ -10,14 +10,13 @@ import platform
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch.distributed import ProcessGroup
-from typing_extensions import Self
 
 from vit_examples.harness.checkpoints import checkpoint_folder, done_at, in_words, newest, read_state
 from vit_examples.harness.config_reader import plain
