@@ -60,7 +60,7 @@ def test_a_balancer_tells_who_is_slow_what_moved_and_what_that_saves(run_ranks):
     def train(rank, group):
         statuses = []
         run = Run(group, gather_s=0.0, mode="exact", update_every=4)
-        run.balancer._on_status = statuses.append
+        run.balancer.on_status = statuses.append
         at_first = run.balancer.status()
         run.updates(3)
         run.time.chi = 4.0 if rank == 1 else 1.0

@@ -1,6 +1,6 @@
 """What balancing did in a run, every rank for itself: ``balance-rank<r>.jsonl``, TensorBoard events, pruned columns.
 
-``scripts.report`` compares runs by them.
+``scripts.report`` compares runs by them; ``status.jsonl`` is the group's, for ``zeroresize live`` and ``report``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from zeroresize.utils.files import BestEffort, write_whole
 class BalanceLog:
     """One rank's files in a run's folder; pass it to the Balancer as ``on_update``.
 
+    Attributes:
+        status: pass it as ``on_status``.
+
     Args:
         from_step: records of later optimizer steps, left by an interrupted run, are dropped; 0 starts anew.
     """
@@ -30,6 +33,7 @@ class BalanceLog:
                 zr.JsonLinesTelemetry(folder / f"balance-rank{rank}.jsonl", from_step=from_step),
                 zr.TensorBoardTelemetry(folder / "tensorboard" / f"rank{rank}", from_step=from_step),
             )
+            self.status = zr.JsonLinesTelemetry(folder / "status.jsonl", from_step=from_step)
 
     def __call__(self, record: zr.UpdateRecord) -> None:
         for writer in self._writers:
@@ -46,5 +50,5 @@ class BalanceLog:
             write_whole(self._columns_file, content.getvalue())
 
     def close(self) -> None:
-        for writer in self._writers:
+        for writer in (*self._writers, self.status):
             writer.close()

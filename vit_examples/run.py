@@ -103,7 +103,7 @@ def prepare(config: RunConfig, *, resume: bool) -> Run:
             host.set_loss_scale(state["loss_scale"])
         folder, steps = Path(config.output.folder), state["steps"] + len(state["losses"])
         balance_log = agreed(lambda: BalanceLog(folder, dist.get_rank(), from_step=steps))
-        balancer.on_update = balance_log
+        balancer.on_update, balancer.on_status = balance_log, balance_log.status
         clock = StepClock(host.device, state["seconds"])
         run = Run(config, host, balancer, train, test, clock, balance_log, state["epochs"], state["steps"], steps)
         run.losses, run.trace = [*torch.tensor(state["losses"], device=host.device)], state["traces"][dist.get_rank()]

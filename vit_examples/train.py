@@ -57,6 +57,7 @@ def train(run: Run) -> None:
             run.losses, run.trace = [], []
             if config.output.save_every and run.epochs % config.output.save_every == 0:
                 run.save()
+    run.balancer.close()  # which tells its status that it has ended
     run.balance_log.close()
     if run.record is None or run.losses:
         return

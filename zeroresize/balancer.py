@@ -52,7 +52,7 @@ class Balancer(Pausable):
             :class:`~zeroresize.telemetry.JsonLinesTelemetry`, which ``zeroresize live`` reads.
 
     Attributes:
-        config, on_update: are the arguments; ``on_update`` may be changed at any time.
+        config, on_update, on_status: are the arguments; the last two may be changed at any time.
         lineage: tells which columns are pruned now, by ``lineage.pruned(layer_name, "x" | "w")``.
 
     Raises:
@@ -78,7 +78,7 @@ class Balancer(Pausable):
         on_status: Callable[[Status], object] | None = None,
     ) -> None:
         config = BalanceConfig() if config is None else config
-        self.config, self.on_update, self._on_status = config, on_update, on_status
+        self.config, self.on_update, self.on_status = config, on_update, on_status
         self._parts = build(model, optimizer, config, process_group, data_parallel_group)
         self.restraint = self._parts.decider.restraint
         self.lineage = LineageTable(self._parts.setup.layers)
@@ -361,8 +361,8 @@ class Balancer(Pausable):
             self._tell_status()
 
     def _tell_status(self) -> None:
-        if self._on_status is not None and self._parts.setup.rank == 0:
-            self._on_status(self.status())
+        if self.on_status is not None and self._parts.setup.rank == 0:
+            self.on_status(self.status())
 
     def _require_no_visit(self, call: str) -> None:
         if self._is_at_home:
