@@ -55,13 +55,14 @@ class StatusReader:
             self._number += 1
             try:
                 values = json.loads(line)
-            except ValueError as error:
-                raise CommandError(f"{self.path}, line {self._number}: no line of JSON: {error}") from error
-            if isinstance(values, dict) and "ranks" in values and "expected_step_s" in values:
-                try:
-                    yield Status.from_dict(values)
-                except ValueError as error:
-                    raise CommandError(f"{self.path}, line {self._number}: {error}") from error
+                is_status = isinstance(values, dict) and "ranks" in values and "expected_step_s" in values
+                status = Status.from_dict(values) if is_status else None
+            except (TypeError, ValueError) as error:
+                raise CommandError(
+                    f"{self.path}, line {self._number}: no line of JSON, or no status: {error}"
+                ) from error
+            if status is not None:
+                yield status
 
 
 def statuses_of(paths: Sequence[str]) -> dict[Path, list[Status]]:
