@@ -13,7 +13,7 @@ import logging
 import statistics
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -276,29 +276,43 @@ def measure_wanted_shares(
 
 @torch.no_grad()
 def product_seconds(weight: Tensor, *, least_s: float = _LEAST_S, repetitions: int = ROUNDS) -> float:
-    """Measure the seconds of the three products of one layer.
+    """Measure the seconds of the three products of one layer, as :func:`fastest_seconds` does.
 
     Args:
         weight: [N, K] of the layer.
-        least_s: that one measurement takes.
-        repetitions: of it, of which the fastest counts: whatever disturbs only adds time.
     """
     x = torch.ones(FIRST_TOKENS, weight.shape[1], dtype=weight.dtype, device=weight.device)
 
-    def seconds_of(num_products: int) -> float:
-        synchronize(weight.device)
+    def multiply() -> None:
+        y = x @ weight.t()
+        y @ weight
+        y.t() @ x
+
+    return fastest_seconds(multiply, weight.device, least_s=least_s, repetitions=repetitions)
+
+
+def fastest_seconds(
+    work: Callable[[], object], device: torch.device, *, least_s: float = _LEAST_S, repetitions: int = ROUNDS
+) -> float:
+    """Measure the seconds of some work on a device.
+
+    Args:
+        least_s: that one measurement takes.
+        repetitions: of it, of which the fastest counts: whatever disturbs only adds time.
+    """
+
+    def seconds_of(times: int) -> float:
+        synchronize(device)
         began = time.perf_counter()
-        for _ in range(num_products):
-            y = x @ weight.t()
-            y @ weight
-            y.t() @ x
-        synchronize(weight.device)
+        for _ in range(times):
+            work()
+        synchronize(device)
         return time.perf_counter() - began
 
     seconds_of(1)  # what is set up once
-    fastest_s, num_products = float("inf"), 1
+    fastest_s, times = float("inf"), 1
     for _ in range(repetitions):
-        while (elapsed_s := seconds_of(num_products)) < least_s:
-            num_products *= 2
-        fastest_s = min(fastest_s, elapsed_s / num_products)
+        while (elapsed_s := seconds_of(times)) < least_s:
+            times *= 2
+        fastest_s = min(fastest_s, elapsed_s / times)
     return fastest_s

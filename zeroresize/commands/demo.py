@@ -1,0 +1,183 @@
+"""Train a small model on two ranks of this machine, one of them slow for a while: without balancing, and with it.
+
+The blocks of a transformer are split by torch's parallelize_module over two processes of a thread each, which reach
+each other over loopback alone; data are random. Rank 1's products take CHI times as long in the middle of the run. What
+the balancer tells is written to FOLDER/status.jsonl, for `zeroresize live`. Ctrl-C ends all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zeroresize.commands import live
+from zeroresize.commands.errors import CommandError, need
+from zeroresize.commands.ranks import Member, StartedRanks
+from zeroresize.utils.texts import duration_text
+from zeroresize.utils.usual import middle_of
+
+#: Seconds of a run; in fewer no phase has an update, in more nothing happens any more.
+_LEAST_S, _MOST_S = 4.0, 3600.0
+#: A rank may be slower by so much; where it is more nothing is left on it.
+_MOST_CHI = 100.0
+#: Times of even steps differ by no more on an idle machine.
+_ALIKE = 1.2
+_LOOK_EVERY_S, _NUM_SPARKS = 0.5, 60
+_NEXT = """
+Next:
+  zeroresize live {folder}    # what the balancer told: who was slow, and what it decided
+In a program whose model is split over ranks, by these layers or by those of a host:
+  import zeroresize as zr
+  balancer = zr.Balancer(model, optimizer, on_status=zr.JsonLinesTelemetry("status.jsonl"))
+  balancer.step()    # after each optimizer.step()"""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Describes a part of the run, which takes a ``share`` of its seconds."""
+
+    name: str
+    what: str
+    share: float
+    is_slow: bool
+    is_balanced: bool
+
+
+PHASES = (
+    Phase("even", "both ranks equally fast", 0.15, False, True),
+    Phase("off", "χ = {chi:g} on rank 1, balancing off", 0.25, True, False),
+    Phase("exact", "χ = {chi:g} on rank 1, mode exact", 0.4, True, True),
+    Phase("even again", "both equally fast again", 0.2, False, True),
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=60.0,
+        help="of the whole run, at least a third of them for training (default 60)",
+    )
+    parser.add_argument("--chi", type=float, default=4.0, help="how many times slower rank 1 is made (default 4)")
+    parser.add_argument("--folder", type=Path, help="where the status is written (default: a new temporary one)")
+
+
+def run(options: argparse.Namespace) -> int:
+    for name, least, most in (("seconds", _LEAST_S, _MOST_S), ("chi", 1.0, _MOST_CHI)):
+        value = getattr(options, name)
+        if not least <= value <= most:
+            raise CommandError(f"--{name} {value:g} is not allowed: a number from {least:g} to {most:g} is needed")
+    console = need("rich.console", "cli").Console()
+    path = _new_file(options.folder)
+    steps = _Steps(options.chi)
+    phases = [(phase.share, {1: options.chi} if phase.is_slow else {}, phase.is_balanced) for phase in PHASES]
+    with StartedRanks(_train, 2, phases, time.time(), options.seconds, str(path)) as ranks:
+        if console.is_terminal:
+            _show(ranks, steps, live.Group(path), console)
+        else:
+            _print_phases(ranks, steps)
+    console.print(steps.table())
+    print("\n".join(["", *steps.picture(), *steps.disturbances, _NEXT.format(folder=path.parent)]))
+    return 0
+
+
+def _new_file(folder: Path | None) -> Path:
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="zeroresize_demo_")) if folder is None else folder
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "status.jsonl"
+        path.touch(exist_ok=False)
+    except OSError as error:
+        raise CommandError(f"--folder {folder}: a status.jsonl cannot be made there: {error.strerror}") from error
+    return path
+
+
+def _train(member: Member, send: Callable[[Any], None], *arguments: Any) -> None:
+    from zeroresize.commands.demo_training import train  # which imports torch, in the ranks alone
+
+    train(member, send, *arguments)
+
+
+class _Steps:
+    """What the ranks have sent: of each update its phase, and the seconds of a step."""
+
+    def __init__(self, chi: float) -> None:
+        self._chi = chi
+        self.updates: list[tuple[int, float]] = []
+
+    @property
+    def phase(self) -> str:
+        if not self.updates:
+            return "two ranks start"
+        number = self.updates[-1][0]
+        return f"phase {number + 1} of {len(PHASES)}: {self.text(number)}"
+
+    def text(self, number: int) -> str:
+        return PHASES[number].what.format(chi=self._chi)
+
+    def usual_s(self, number: int) -> float:
+        """Seconds of a step in the second half of a phase, in which all that moves has moved."""
+        of_phase = [step_s for phase, step_s in self.updates if phase == number]
+        return middle_of(of_phase[len(of_phase) // 2 :]) if of_phase else math.nan
+
+    @property
+    def disturbances(self) -> list[str]:
+        """A line where phases that are alike took unlike times."""
+        first_s, last_s = sorted((self.usual_s(0), self.usual_s(len(PHASES) - 1)))
+        if last_s <= _ALIKE * first_s:
+            return []
+        return ["Other programs kept this machine busy, as even steps differ: run it again when it is idle."]
+
+    def table(self) -> Any:
+        """What a terminal shows of the phases."""
+        table = need("rich.table", "cli").Table(box=None, pad_edge=False)
+        for heading in ("phase", "a step", "of the even one", "faster than off"):
+            table.add_column(heading, justify="left" if heading == "phase" else "right")
+        even_s, off_s = self.usual_s(0), self.usual_s(1)
+        for number in range(len(PHASES)):
+            step_s = self.usual_s(number)
+            faster = f"{off_s / step_s:.2f} times" if number == 2 else ""
+            table.add_row(self.text(number), duration_text(step_s), f"{step_s / even_s:.2f}", faster)
+        return table
+
+    def picture(self) -> list[str]:
+        """The step over the time of the run in characters, and below it where each phase begins."""
+        whole_s = sum(step_s for _, step_s in self.updates)
+        sampled: list[tuple[int, float]] = []
+        passed_s = 0.0
+        for number, step_s in self.updates:
+            passed_s += step_s
+            sampled += [(number, step_s)] * (round(_NUM_SPARKS * passed_s / whole_s) - len(sampled))
+        numbers = [number for number, _ in sampled]
+        names = ""
+        for number in sorted(set(numbers)):
+            names = names[: numbers.index(number)].ljust(numbers.index(number)) + f"│{PHASES[number].name}"
+        return [f"step  {live.sparkline([step_s for _, step_s in sampled])}", f"      {names}"]
+
+
+def _show(ranks: StartedRanks, steps: _Steps, group: live.Group, console: Any) -> None:
+    group_of, text_of = need("rich.console", "cli"), need("rich.text", "cli")
+
+    def view() -> Any:
+        return group_of.Group(text_of.Text(steps.phase, style="bold"), live.shown([group], console.width))
+
+    with need("rich.live", "cli").Live(view(), console=console, auto_refresh=False, transient=True) as shown:
+        while not ranks.have_ended:
+            steps.updates += ranks.received(_LOOK_EVERY_S)
+            group.look()
+            shown.update(view(), refresh=True)
+
+
+def _print_phases(ranks: StartedRanks, steps: _Steps) -> None:
+    said = ""
+    while not ranks.have_ended:
+        if steps.phase != said:
+            said = steps.phase
+            print(said, flush=True)
+        steps.updates += ranks.received(_LOOK_EVERY_S)
