@@ -448,6 +448,36 @@ def test_workers_of_a_stream_may_fetch_further_ahead_in_each_step(rank, group):
     assert number == 6
 
 
+@on_ranks(2)
+def test_training_that_went_on_behind_the_last_whole_batch_goes_on_with_the_next_epoch_without_its_rest(rank, group):
+    dataset = Rows(20)
+    model, optimizer, balancer = balanced(group)
+    for indices, _ in zip(balancer.sampler(dataset), range(2), strict=False):
+        step(model, optimizer, balancer, (dataset.words[indices], dataset.targets[indices]))
+    state = balancer.state_dict()
+    *_, balancer = balanced(group)
+    balancer.load_state_dict(state)
+    sampler = balancer.sampler(dataset, drop_last=True)
+    assert sampler.position == (1, 0) and len(list(sampler)) == 2
+
+
+@on_ranks(2)
+def test_a_model_that_is_refused_on_one_rank_is_left_as_it_was_on_all(rank, group):
+    model = wrapped(words_model(), "ddp", group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    balancer = zr.DataBalancer(None, None, global_batch=8, process_group=group)
+    hooks = model._forward_hooks, model._forward_pre_hooks
+    with pytest.raises((ValueError, RuntimeError), match="neither DistributedDataParallel nor fully_shard"):
+        balancer.attach(model.module if rank else model, optimizer)
+    optimizer.step()
+    assert not any(hooks)
+    balancer.attach(model, optimizer)
+    with pytest.raises(RuntimeError, match="without loss_scale"):
+        optimizer.step()
+    balancer.close()
+    optimizer.step()
+
+
 @pytest.mark.parametrize("counts", [None, (6, 2)])
 @on_ranks(2)
 def test_a_balancer_that_is_closed_leaves_the_training_as_it_was(rank, group, *, counts):

@@ -188,17 +188,19 @@ class DataBalancer(Pausable):
             if self._exchange is not None and self._group is not None:
                 require_averaged(model, self._group, self._schedule.micro_batch_size, self._counts)
             scale, steps = LossScale(model, self._schedule, self._group, self._meet), None
-            self._undone_by_close.callback(scale.close)
+            made.callback(scale.close)
             if self._may_lack_samples:
                 require_samples(scale.norms)
             if self._exchange is not None and self._counts is None:
                 steps = RankSteps(model, optimizer, scale.require)
-                self._undone_by_close.callback(steps.close)
+                made.callback(steps.close)
             else:
-                self._undone_by_close.callback(hook_steps(optimizer, before=scale.require))
+                made.callback(hook_steps(optimizer, before=scale.require))
             return scale, steps
 
-        (self._scale, self._steps), _ = agreed(self._meet, parts, what="a DataBalancer")
+        with ExitStack() as made:
+            (self._scale, self._steps), _ = agreed(self._meet, parts, what="a DataBalancer")
+            self._undone_by_close.push(made.pop_all())
 
     def sampler(
         self,

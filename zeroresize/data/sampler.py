@@ -82,6 +82,10 @@ class BalancedBatchSampler(Epochs, Sampler[list[int]]):
         most = self._schedule.num_micro_batches
         return (self.num_steps - 1) * most + min(most, last) if self.num_steps else 0
 
+    def go_on_from(self, epoch: int, step: int) -> None:
+        """Let the next iteration be the rest of an epoch, or the next one where it has no more steps than these."""
+        super().go_on_from(*((epoch, step) if step < self.num_steps else (epoch + 1, 0)))
+
     def step_ended(self, part: Part) -> None:
         """Let the next iteration be the next epoch, and begin behind the steps that are over."""
         super().step_ended(part)

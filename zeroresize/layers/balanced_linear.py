@@ -224,10 +224,16 @@ class BalancedLinear:
         sizes[self.divided_dim] = sizes[self.divided_dim] * self.home[rank] // self.home[0]
         return torch.Size(sizes)
 
+    @property
+    def is_home(self) -> bool:
+        """Whether it holds what its host gave it; a copy has no segment, but the shape of when it was made."""
+        if self.segment is not None:
+            return self.segment.owned.is_home
+        return self.local_weight.shape == self.home_shape and not self.is_copy_of_uneven
+
     def require_home(self, call: str) -> None:
         """Raise RuntimeError for a call that takes what this rank holds for what its host gave it, if it is not."""
-        is_home = self.local_weight.shape == self.home_shape if self.segment is None else self.segment.owned.is_home
-        if not is_home:
+        if not self.is_home:
             raise RuntimeError(
                 f"{call} {self.name_in_model}, whose units are away: have them at home, `with balancer.at_home(): ...` "
                 "on every rank of the group"

@@ -235,12 +235,11 @@ def _before_loading(module: Any, state_dict: Any, prefix: str, *_: Any) -> None:
 
 
 def _uneven(layer: Any) -> str | None:
-    """How a layer is divided if its units are away; a copy has no segment, but the shape of when it was made."""
+    """How a layer is divided if its units are away."""
     segment: OwnedSegment | None = layer.segment
-    if segment is None:
-        local, home = layer.local_weight.shape, layer.home_shape
-        is_home = local == home and not layer.is_copy_of_uneven
-        return None if is_home else f"is a copy of an unevenly divided layer ({tuple(local)} for {tuple(home)})"
-    if segment.owned.is_home:
+    if layer.is_home:
         return None
+    if segment is None:
+        shapes = f"{tuple(layer.local_weight.shape)} for {tuple(layer.home_shape)}"
+        return f"is a copy of an unevenly divided layer ({shapes})"
     return f"is divided unevenly ({', '.join(map(str, segment.counts))} {segment.kind})"

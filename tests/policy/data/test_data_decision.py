@@ -16,10 +16,11 @@ STEPS = 10
 class Job:
     """Ranks of some speeds that train by a decision, in simulated seconds."""
 
-    def __init__(self, num_ranks, global_batch, *, fixed_s=0.1, noise=0.0, lag=4, seed=0):
+    def __init__(self, num_ranks, global_batch, *, fixed_s=0.1, noise=0.0, lag=4, seed=0, length=1.0, squares=math.nan):
         self.even = Division.of_counts((1.0,) * num_ranks)
         self.decision, self.global_batch = DataDecision(self.even, global_batch), global_batch
         self.fixed_s, self.noise, self.lag, self.chance = fixed_s, noise, lag, random.Random(seed)
+        self.length, self.squares = length, squares
         self.step, self.in_force, self.coming = 0, self.even, None
         self.total_s = self.off_s = 0.0
 
@@ -45,9 +46,12 @@ class Job:
                 usual = sorted(step[rank] for step in seconds)[len(seconds) // 4] * math.exp(
                     self.chance.gauss(0.0, self.noise)
                 )
-                window = StepWindow(self.step, STEPS, usual, max(map(max, seconds)), 0.0, math.nan, count)
-                rows.append(RankWindow(window, 0.0, 0.0, math.nan))
+                work = count * float(self.in_force.work([self.length])[0])
+                window = StepWindow(self.step, STEPS, usual, max(map(max, seconds)), 0.0, math.nan, work)
+                rows.append(RankWindow(window, 0.0, 0.0, self.squares))
             proposal = self.decision.update(rows, self.lag)
+            if self.coming is None and self.in_force.squares != self.decision.state.in_force.squares:
+                self.coming = self.step + self.lag, self.decision.state.in_force
             if proposal is not None:
                 self.decision.made(proposal, self.step + self.lag)
                 self.coming = self.step + self.lag, proposal.division
@@ -87,6 +91,31 @@ def test_seconds_that_do_not_grow_with_samples_are_learned_so_ranks_with_few_are
     )
     assert settled_s <= 1.05 * best_s
     assert job.run(4, [1.0] * num_ranks) == pytest.approx(fixed_s + 0.9)
+
+
+@pytest.mark.parametrize("squares", [math.nan, 1.0 / 500.0])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_samples_of_one_length_are_divided_as_if_nobody_had_said_it(num_ranks, squares):
+    """Units of work are others then, and once it is learned what squares take."""
+    known = {}, {"length": 500.0, "squares": squares}
+    jobs = [Job(num_ranks, 64 * num_ranks, fixed_s=0.9, **each) for each in known]
+    for num_windows, chi in ((5, 1.0), (10, 3.0), (10, 1.0), (10, 1.5)):
+        seconds = [job.run(num_windows, [1.0] * (num_ranks - 1) + [chi]) for job in jobs]
+        assert seconds[0] == pytest.approx(seconds[1])
+        plain, of_lengths = (job.decision.state for job in jobs)
+        assert of_lengths.fixed_work == pytest.approx(plain.fixed_work) and of_lengths.name == plain.name
+        assert of_lengths.fixed_s == pytest.approx(plain.fixed_s)
+
+
+def test_ranks_that_are_others_after_a_state_was_loaded_tell_nothing_by_what_those_before_took():
+    job = Job(2, 128)
+    job.run(5, [1.0, 1.0])
+    while job.coming is None:
+        job.run(1, [1.0, 2.0])
+    job.in_force, job.coming = job.decision.go_on_from(job.decision.state), None
+    assert job.in_force.counts(128) == (85, 43)
+    job.run(1, [2.0, 4.0])
+    assert job.decision.state.fixed_work == 0.0 and not job.decision.state.contrasts
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

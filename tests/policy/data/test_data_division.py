@@ -63,16 +63,25 @@ def test_samples_of_different_lengths_are_each_given_to_one_rank_and_all_take_ne
     rng = np.random.default_rng(seed)
     lengths_B = np.ceil(np.exp(rng.normal(4.5, 1.0, size=16 * num_ranks)))
     pace_s = [1.0, 2.0, 1.0, 1.5, 1.0, 4.0, 1.0, 1.0][:num_ranks]
-    fixed_s = [float(rng.random()) * 100 for _ in range(num_ranks)]
+    fixed_s = [float(rng.random()) for _ in range(num_ranks)]
     divided = division(fixed_s, pace_s, squares=1e-3)
     parts = divided.parts(lengths_B)
     assert sorted(np.concatenate(parts).tolist()) == list(range(len(lengths_B)))
     work_B = divided.work(lengths_B)
+    work_B /= work_B.mean()
     seconds = [f + p * work_B[part].sum() for f, p, part in zip(fixed_s, pace_s, parts, strict=True)]
     # No division, not even of parts of samples, has a shorter longest time than this.
     bound_s = (work_B.sum() + sum(f / p for f, p in zip(fixed_s, pace_s, strict=True))) / sum(1.0 / p for p in pace_s)
     bound_s = max(bound_s, min(pace_s) * work_B.max())
     assert max(seconds) <= 1.05 * bound_s
+
+
+def test_seconds_without_samples_are_those_of_as_many_samples_whatever_lengths_are_counted_in():
+    divided = division([20.0, 40.0], [1.0, 2.0], squares=1e-3)
+    assert divided.counts(128) == (92, 36)
+    for length in (1.0, 500.0):
+        for lengths_B in (np.full(128, length), length * (1.0 + np.arange(128) % 3 / 100.0)):
+            assert [len(part) for part in divided.parts(lengths_B)] == pytest.approx([92, 36], abs=1)
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -1,5 +1,6 @@
 """Units move, with all that belongs to them, and training goes on as if they had not."""
 
+import copy
 import functools
 import itertools
 
@@ -12,6 +13,7 @@ from helpers.on_ranks import gathered, on_ranks
 from helpers.parallel_layers import everything_of, held, home, same, segments_of, uneven
 from helpers.processes import for_each
 
+from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.functional import LastGradients
 from zeroresize.layers.segment import OwnedSegment, UnitTensor
 from zeroresize.plan.layer import LayerPlan
@@ -229,6 +231,23 @@ def test_blocks_of_one_weight_and_frozen_parameters(rank, group):
         assert torch.equal(layer.qkv, whole[:, after.units_of(rank)].reshape(-1, 4))
         assert not layer.qkv.requires_grad
         assert units_seen[-1] == [unit for unit, owner in enumerate(owners) if owner == rank]
+
+
+@on_ranks(2)
+def test_a_copy_of_a_layer_with_as_many_units_as_at_home_but_others_is_not_at_home(rank, group):
+    model = parallel_layers.block(group)
+    segments = segments_of(model, group)
+    targets = {name: OwnershipMap(owned.owners[::-1].copy(), 2) for name, owned in home(2).items()}
+    layers = [each for each in model.modules() if isinstance(each, BalancedLinear)]
+    for segment in segments:
+        for where in segment.tensors:
+            where.owner.segment = segment
+    copy.deepcopy(layers[0]).require_home("a call of")
+    mover(group, None)(segments, targets)
+    for layer in copy.deepcopy(layers):
+        assert layer.local_weight.shape == layer.home_shape and layer.segment is None
+        with pytest.raises(RuntimeError, match=r"a call of .*, whose units are away"):
+            layer.require_home("a call of")
 
 
 @on_ranks(2)

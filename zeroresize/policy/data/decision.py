@@ -70,9 +70,10 @@ class DataState:
     name: str = EVEN
     rental: Rental = field(default_factory=Rental)
     fixed_s: list[float] = field(default_factory=list)
-    fixed_work: float = 0.0  # what a step takes beside work and optimizer is that of so much work, on each rank
+    per_sample: float = 1.0  # units of work
+    fixed_work: float = 0.0  # a step takes beside work and optimizer what so many even shares do, on each rank
     contrasts: list[tuple[tuple[float, float, float], ...]] = field(default_factory=list)
-    last: tuple[tuple[float, float], ...] = ()  # [R] of the last window: work, and seconds but for the optimizer
+    last: tuple[tuple[float, float], ...] = ()  # [R] of the last window: even shares of work, seconds but optimizer's
     before: Division | None = None  # in force until the step ``changed_at``
     changed_at: int = -1
     num_steps: int = 0  # of all windows so far, with the seconds that they took, and that even batches took longer
@@ -96,7 +97,6 @@ class DataDecision:
         num_ranks = len(even.pace_s)
         self.state = DataState([SpeedMeter() for _ in range(num_ranks)], even)
         self.verdict = Verdict(Reason.NOTHING_SAVES)
-        self._per_sample = 1.0  # units of work
 
     def update(self, rows: Sequence[RankWindow], lag: int, *, may_change: bool = True) -> DataProposal | None:
         """Take the windows [R] of a round, and return what is to be put in force now; None where everything stays.
@@ -134,9 +134,8 @@ class DataDecision:
         """Take over a state of as many ranks; return the division that is in force then, within today's limits."""
         most = tuple(map(min, self._even.most, state.in_force.most))
         most = most if sum(most) >= self._global_batch else self._even.most
-        self.state = replace(
-            state, in_force=replace(state.in_force, most=most, least=self._even.least), before=None, changed_at=-1
-        )
+        in_force = replace(state.in_force, most=most, least=self._even.least)
+        self.state = replace(state, in_force=in_force, before=None, changed_at=-1, last=())
         return self.state.in_force
 
     def what_if(self) -> dict[str, tuple[Division, float, float]]:
@@ -146,8 +145,8 @@ class DataDecision:
             return {}
         now_s = self.step_s(state.in_force)
         squares = state.in_force.squares
-        by_speed = replace(self._even, fixed_s=tuple(state.fixed_s), pace_s=self.pace_s, squares=squares)
-        divisions = {BY_SPEED: by_speed, EVEN: replace(self._even, squares=squares)}
+        by_speed, even = (replace(each, squares=squares) for each in (self._measured(self.pace_s), self._even))
+        divisions = {BY_SPEED: by_speed, EVEN: even}
         steps_s = {name: self.step_s(division) for name, division in divisions.items()}
         if steps_s[EVEN] <= (1.0 + self._least_saving) * steps_s[BY_SPEED]:
             del divisions[BY_SPEED]  # which is even but for noise
@@ -166,7 +165,7 @@ class DataDecision:
         """[R] seconds of a step of each rank, if batches were divided evenly; empty before all ranks were measured."""
         count = max(self._even.counts(self._global_batch))
         both = zip(self.state.fixed_s, self.pace_s, strict=False)
-        return tuple(fixed_s + self._per_sample * pace_s * count for fixed_s, pace_s in both)
+        return tuple(fixed_s + self.state.per_sample * pace_s * count for fixed_s, pace_s in both)
 
     @property
     def disturbed_s(self) -> float:
@@ -179,12 +178,12 @@ class DataDecision:
         paces_s = pace_s or self.pace_s
         if not paces_s:
             return math.nan
-        measured = replace(
-            self._even,
-            fixed_s=tuple(self.state.fixed_s),
-            pace_s=tuple(self._per_sample * each_s for each_s in paces_s),
-        )
-        return measured.step_s(division.counts(self._global_batch))
+        return self._measured(paces_s).step_s(division.counts(self._global_batch))
+
+    def _measured(self, paces_s: Sequence[float]) -> Division:
+        """The division by these paces [R] of a unit of work, and by what does not grow with it."""
+        per_sample_s = tuple(self.state.per_sample * pace_s for pace_s in paces_s)
+        return replace(self._even, fixed_s=tuple(self.state.fixed_s), pace_s=per_sample_s)
 
     def _learn(self, rows: Sequence[RankWindow]) -> None:
         state = self.state
@@ -193,27 +192,31 @@ class DataDecision:
             state.in_force = replace(state.in_force, squares=median(squares))
         measured = zip(self._most, rows, strict=True)
         self._even = replace(self._even, most=tuple(min(most, row.most) for most, row in measured))
-        self._per_sample = sum(row.window.work for row in rows) / self._global_batch
+        even_work = math.fsum(row.window.work for row in rows) / len(rows)
+        state.per_sample = even_work * len(rows) / self._global_batch
         optimizer_s = [min(row.fixed_s, (1.0 - _LEAST_BY_WORK) * row.window.busy_s) for row in rows]
-        works = [row.window.work for row in rows]
+        shares = [row.window.work / even_work for row in rows]
         worked_s = [row.window.busy_s - fixed_s for row, fixed_s in zip(rows, optimizer_s, strict=True)]
         before = state.fixed_work
-        self._learn_fixed_work(tuple(zip(works, worked_s, strict=True)))
-        pace_s = tuple(each_s / (state.fixed_work + work) for each_s, work in zip(worked_s, works, strict=True))
-        for each_s, work, meter in zip(pace_s, works, state.meters, strict=True):
+        self._learn_fixed_work(tuple(zip(shares, worked_s, strict=True)))
+        works = [even_work * (state.fixed_work + share) for share in shares]
+        pace_s = tuple(each_s / work for each_s, work in zip(worked_s, works, strict=True))
+        for each_s, share, meter in zip(pace_s, shares, state.meters, strict=True):
             meter.pass_interval()
-            meter.take([math.log(each_s)], math.log((before + work) / (state.fixed_work + work)))
+            meter.take([math.log(each_s)], math.log((before + share) / (state.fixed_work + share)))
+        fixed_work = even_work * state.fixed_work
         state.fixed_s = [
-            fixed_s + state.fixed_work * each_s for fixed_s, each_s in zip(optimizer_s, self.pace_s, strict=True)
+            fixed_s + fixed_work * each_s for fixed_s, each_s in zip(optimizer_s, self.pace_s, strict=True)
         ]
         self._account(rows, pace_s)
 
     def _learn_fixed_work(self, now: tuple[tuple[float, float], ...]) -> None:
         """Learn from ranks whose work changed, and not their speed, how many seconds stayed: as many for all, in work.
 
-        A rank of work w takes (fixed + w) times a unit's seconds. By the last changes that fixed work is taken which
-        comes nearest to the logarithms of how seconds changed, in the sum of all ranks: a rank that grew slow in just
-        that change decides nothing.
+        A rank of work w takes (fixed + w) times a unit's seconds. Work is counted in even shares, so that it is no
+        change where units become others, as squares of lengths are learned. By the last changes that fixed work is
+        taken which comes nearest to the logarithms of how seconds changed, in the sum of all ranks: a rank that grew
+        slow in just that change decides nothing.
         """
         state, last = self.state, self.state.last or now
         state.last = now
@@ -225,12 +228,11 @@ class DataDecision:
             return
         state.contrasts = [*state.contrasts, pairs][-_CHANGES:]
         known = [each for contrast in state.contrasts for each in contrast]
-        most = _MOST_FIXED * math.fsum(work for work, _ in now) / len(now)
 
         def miss(fixed: float) -> float:
             return math.fsum(abs(math.log((fixed + after) / (fixed + before)) - seen) for before, after, seen in known)
 
-        state.fixed_work = min((most * part / _PARTS for part in range(_PARTS + 1)), key=miss)
+        state.fixed_work = min((_MOST_FIXED * part / _PARTS for part in range(_PARTS + 1)), key=miss)
 
     def _account(self, rows: Sequence[RankWindow], pace_s: tuple[float, ...]) -> None:
         """Add up what steps have gained on even batches, less what a change disturbed, and learn the latter."""
@@ -249,7 +251,7 @@ class DataDecision:
 
     def _price_s(self, division: Division, lag: int) -> float:
         """Seconds of a change and of the one that undoes it: both come late by what is fetched already."""
-        usual_s, fixed_s = median(self.pace_s) * self._per_sample, median(self.state.fixed_s)
+        usual_s, fixed_s = median(self.pace_s) * self.state.per_sample, median(self.state.fixed_s)
         alike = replace(self._even, fixed_s=(fixed_s,) * len(self.pace_s), pace_s=(usual_s,) * len(self.pace_s))
         counts = [each.counts(self._global_batch) for each in (division, self.state.in_force)]
         lost_s = abs(alike.step_s(counts[0]) - alike.step_s(counts[1]))

@@ -1,6 +1,7 @@
 """Which samples of a global batch each rank is given, so that all ranks take equally long.
 
-A rank takes ``fixed_s`` and ``pace_s`` for each unit of its work: a sample, or what samples of known lengths amount to.
+A rank takes ``fixed_s`` and ``pace_s`` for each of its samples, of known lengths as often as these are a mean sample's
+work.
 ``R`` ranks, ``B`` samples of a global batch.
 """
 
@@ -30,7 +31,7 @@ class Division:
 
     Attributes:
         fixed_s: [R] seconds of a step that no sample makes longer.
-        pace_s: [R] seconds of a unit of work; infinite for a rank that is given none.
+        pace_s: [R] seconds of a sample, of mean work; infinite for a rank that is given none.
         squares: what the square of a sample's length takes compared with its length.
         most: [R] samples at most.
         least: samples of each rank at least, where there are enough for all; ranks without them have none.
@@ -84,6 +85,7 @@ class Division:
         if not np.ptp(lengths_B):
             return np.split(np.arange(len(lengths_B)), np.cumsum(self.counts(len(lengths_B)))[:-1])
         work_B, num_ranks = self.work(lengths_B), len(self.pace_s)
+        work_B /= work_B.mean()
         lacking = [min(count, self.least) for count in self.counts(len(lengths_B))]
         free, loads_s = list(self.most), list(self.fixed_s)
         rank_B, num_lacking = np.zeros(len(work_B), dtype=np.int64), sum(lacking)
