@@ -25,12 +25,12 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 51_901,
-    "package files": 297,
-    "package code lines": 33_714,
-    "tests lines": 51_755,
-    "examples lines": 14_008,
-    "docs lines": 5_323,
+    "package lines": 54_037,
+    "package files": 311,
+    "package code lines": 35_260,
+    "tests lines": 52_958,
+    "examples lines": 14_111,
+    "docs lines": 5_369,
     "tuning constants": 164,
 }
 
