@@ -327,6 +327,7 @@ def test_a_long_run_fits_the_terminal(tmp_path, capsys, monkeypatch):
         ("a.jsonl", b'{"ranks": 3, "expected_step_s": 1.0}\n', "line 1: no line of JSON, or no status"),
         ("a.txt", None, "no trace (.json, .json.gz) and no file of status (.jsonl) is there"),
     ],
+    ids=[str(number) for number in range(15)],
 )
 def test_what_is_no_trace_is_refused_in_a_line(tmp_path, capsys, name, content, said):
     if content is not None:
