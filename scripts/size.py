@@ -28,7 +28,7 @@ LIMITS = {
     "package lines": 54_037,
     "package files": 311,
     "package code lines": 35_260,
-    "tests lines": 52_958,
+    "tests lines": 52_959,
     "examples lines": 14_111,
     "docs lines": 5_369,
     "tuning constants": 164,
