@@ -25,12 +25,12 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 54_037,
+    "package lines": 54_043,
     "package files": 311,
-    "package code lines": 35_260,
-    "tests lines": 52_959,
+    "package code lines": 35_264,
+    "tests lines": 52_972,
     "examples lines": 14_111,
-    "docs lines": 5_369,
+    "docs lines": 5_372,
     "tuning constants": 164,
 }
 

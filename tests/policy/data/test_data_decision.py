@@ -107,6 +107,19 @@ def test_samples_of_one_length_are_divided_as_if_nobody_had_said_it(num_ranks, s
         assert of_lengths.fixed_s == pytest.approx(plain.fixed_s)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_of_work_that_differs_from_window_to_window_without_a_change_nothing_is_learned(seed):
+    chance, decision = random.Random(seed), DataDecision(Division.of_counts((1.0, 1.0)), 16)
+    for step in range(STEPS, 40 * STEPS, STEPS):
+        works = [8.0 * math.exp(chance.gauss(0.0, 0.2)) for _ in range(2)]
+        busy_s = [work * math.exp(chance.gauss(0.0, 0.05)) for work in works]
+        windows = [
+            StepWindow(step, STEPS, s, max(busy_s), 0.0, math.nan, w) for s, w in zip(busy_s, works, strict=True)
+        ]
+        decision.update([RankWindow(window, 0.0, 0.0, math.nan) for window in windows], 4, may_change=False)
+        assert decision.state.fixed_work == 0.0
+
+
 def test_ranks_that_are_others_after_a_state_was_loaded_tell_nothing_by_what_those_before_took():
     job = Job(2, 128)
     job.run(5, [1.0, 1.0])

@@ -76,6 +76,7 @@ class DataState:
     last: tuple[tuple[float, float], ...] = ()  # [R] of the last window: even shares of work, seconds but optimizer's
     before: Division | None = None  # in force until the step ``changed_at``
     changed_at: int = -1
+    learned_at: int = -1  # of the last change that is among contrasts
     num_steps: int = 0  # of all windows so far, with the seconds that they took, and that even batches took longer
     trained_s: float = 0.0
     gained_s: float = 0.0
@@ -135,7 +136,7 @@ class DataDecision:
         most = tuple(map(min, self._even.most, state.in_force.most))
         most = most if sum(most) >= self._global_batch else self._even.most
         in_force = replace(state.in_force, most=most, least=self._even.least)
-        self.state = replace(state, in_force=in_force, before=None, changed_at=-1, last=())
+        self.state = replace(state, in_force=in_force, before=None, changed_at=-1, learned_at=-1)
         return self.state.in_force
 
     def what_if(self) -> dict[str, tuple[Division, float, float]]:
@@ -198,7 +199,8 @@ class DataDecision:
         shares = [row.window.work / even_work for row in rows]
         worked_s = [row.window.busy_s - fixed_s for row, fixed_s in zip(rows, optimizer_s, strict=True)]
         before = state.fixed_work
-        self._learn_fixed_work(tuple(zip(shares, worked_s, strict=True)))
+        end = max(row.window.end_step for row in rows)
+        self._learn_fixed_work(tuple(zip(shares, worked_s, strict=True)), end)
         works = [even_work * (state.fixed_work + share) for share in shares]
         pace_s = tuple(each_s / work for each_s, work in zip(worked_s, works, strict=True))
         for each_s, share, meter in zip(pace_s, shares, state.meters, strict=True):
@@ -210,8 +212,10 @@ class DataDecision:
         ]
         self._account(rows, pace_s)
 
-    def _learn_fixed_work(self, now: tuple[tuple[float, float], ...]) -> None:
+    def _learn_fixed_work(self, now: tuple[tuple[float, float], ...], end: int) -> None:
         """Learn from ranks whose work changed, and not their speed, how many seconds stayed: as many for all, in work.
+
+        Only once from each change of the division: of what samples of other lengths make of it most is noise.
 
         A rank of work w takes (fixed + w) times a unit's seconds. Work is counted in even shares, so that it is no
         change where units become others, as squares of lengths are learned. By the last changes that fixed work is
@@ -224,8 +228,10 @@ class DataDecision:
             (work, works, math.log(after_s / before_s))
             for (work, before_s), (works, after_s) in zip(last, now, strict=True)
         )
-        if max(abs(math.log(works / work)) for work, works, _ in pairs) < _LEAST_CHANGE:
+        change = max(abs(math.log(works / work)) for work, works, _ in pairs)
+        if change < _LEAST_CHANGE or not state.learned_at < state.changed_at < end:
             return
+        state.learned_at = state.changed_at
         state.contrasts = [*state.contrasts, pairs][-_CHANGES:]
         known = [each for contrast in state.contrasts for each in contrast]
 
