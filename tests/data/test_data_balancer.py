@@ -1,5 +1,6 @@
 """Gradients and weights of training in unevenly divided batches are those of one process on the whole ones."""
 
+import math
 import time
 
 import pytest
@@ -129,15 +130,15 @@ def test_a_mean_over_no_tokens_adds_nothing_and_no_other_backward_is_touched(ran
 
 @on_ranks(2)
 def test_what_one_rank_gives_wrongly_is_an_error_on_all(rank, group):
-    for counted in (-1.0, float("nan"), torch.tensor(float("inf"))):
+    for counted in (-1.0, float("nan"), torch.tensor(float("inf")), torch.ones(2)):
         *_, balancer = balanced(group)
         next(iter(balancer.sampler(range(8))))
-        with pytest.raises((ValueError, RuntimeError), match="counted="):
+        with pytest.raises((ValueError, RuntimeError), match=r"counted(=| of shape \(2,\) is not allowed)"):
             balancer.loss_scale(counted if rank else 4)
     for other in ({"seed": rank}, {"lengths": [1.0 + rank] * 8}, {"drop_last": rank == 0}, {"shuffle": rank == 0}):
         *_, balancer = balanced(group)
         next(iter(balancer.sampler(range(8), **other)))
-        with pytest.raises(RuntimeError, match="differ in samples, lengths, seed, shuffle, drop_last or the state"):
+        with pytest.raises(RuntimeError, match="differ in samples, lengths, seed, shuffle, drop_last, epoch or the"):
             balancer.loss_scale(4)
     with pytest.raises(ValueError, match="are not enough for num_micro_batches=2"):
         balanced(group, max_samples=1 if rank else 8, num_micro_batches=2)
@@ -181,6 +182,7 @@ def test_no_sample_is_lost_by_looking_by_going_back_or_at_the_end_of_an_epoch(ra
     assert sorted(whole) == list(range(50))
     for _ in range(2):
         balancer.load_state_dict(state)
+        assert kind == "stream" or loader.batch_sampler.position == (2, 0)
         balancer._source.set_epoch(2)
         assert sorted(samples_of(group, trained, dataset, loader, change_at=-1)) == list(range(50))
 
@@ -391,23 +393,30 @@ def test_samples_of_different_lengths_are_divided_so_that_ranks_take_equally_lon
 def test_what_would_train_wrongly_is_an_error_before_weights_change(rank, group):
     dataset = Rows(50)
     model, optimizer, balancer = balanced(group)
-    with pytest.raises(RuntimeError, match="no batch of this step came from the sampler"):
+    with pytest.raises(RuntimeError, match=r"no batch of this step came from the sampler: .* after load_state_dict"):
         balancer.loss_scale(1)
     batches = iter(loader_of("data set", balancer, 0))
     before = [parameter.detach().clone() for parameter in model.parameters()]
     indices = next(batches)
     sum_loss(model, (dataset.words[indices], dataset.targets[indices])).backward()
-    with pytest.raises(RuntimeError, match="without loss_scale"):
+    with pytest.raises(RuntimeError, match=r"without loss_scale.* before the first backward, and close\(\) a balancer"):
         optimizer.step()
     with pytest.raises(RuntimeError, match="without loss_scale"):
         balancer.step()
     assert all(map(torch.equal, before, model.parameters()))
     balancer.loss_scale(4)
-    with pytest.raises(RuntimeError, match="called twice in step 0"):
+    with pytest.raises(RuntimeError, match=r"called twice in step 0: .* steps\(\)\), and step\(\) after each step"):
         balancer.loss_scale(4)
-    with pytest.raises(ValueError, match="divides a data set, or stream, already"):
+    with pytest.raises(ValueError, match=r"divides a data set, or stream, already: .* validate with any other"):
         balancer.sampler(dataset)
     balancer.close()
+
+
+@pytest.mark.parametrize("lengths", [[1.0, 0.0], [2.0], [], [1.0, math.nan]])
+def test_lengths_that_are_not_allowed_are_told(lengths):
+    least = min(lengths[::-1], default=math.inf)
+    with pytest.raises(ValueError, match=rf"lengths \({len(lengths)},\), at least {least}, are not allowed: 2 finite"):
+        zr.DataBalancer(None, None, global_batch=2).sampler(range(2), lengths)
 
 
 DIFFERENT = {
@@ -424,7 +433,7 @@ DIFFERENT = {
 def test_ranks_that_would_divide_different_samples_are_told_before_the_first_backward(rank, group, name):
     *_, balancer = balanced(group)
     next(iter(DIFFERENT[name](balancer, rank)))
-    with pytest.raises(RuntimeError, match="differ in samples, lengths, seed, shuffle, drop_last or the state"):
+    with pytest.raises(RuntimeError, match="differ in samples, lengths, seed, shuffle, drop_last, epoch or the state"):
         balancer.loss_scale(4)
     balancer.close()
 

@@ -230,7 +230,8 @@ class DataBalancer(Pausable):
         num_samples, known = len(dataset), None if lengths is None else np.asarray(lengths, dtype=np.float64)
         if known is not None and (known.shape != (num_samples,) or not (known > 0.0).all() or np.isinf(known).any()):
             raise ValueError(
-                f"lengths {known.shape} are not allowed: {num_samples} numbers above 0 are needed, one a sample"
+                f"lengths {known.shape}, at least {known.min(initial=math.inf)}, are not allowed: {num_samples} finite "
+                "numbers above 0 are needed, one a sample"
             )
         source = BalancedBatchSampler(self._schedule, num_samples, known, seed, shuffle, drop_last)
         return self._divided(source, not drop_last and num_samples % self._schedule.global_batch > 0)
@@ -395,7 +396,8 @@ class DataBalancer(Pausable):
         """Divide a data set or a stream; the last global batch may have fewer samples than ranks."""
         if self._source is not None:
             raise ValueError(
-                "this balancer divides a data set, or stream, already: another one needs a balancer of its own"
+                "this balancer divides a data set, or stream, already: call this once for all epochs, join what is "
+                "trained on (ConcatDataset), and validate with any other sampler"
             )
         self._may_lack_samples |= may_lack_samples
         if self._may_lack_samples and self._scale is not None:
@@ -429,7 +431,7 @@ class DataBalancer(Pausable):
         if source is not None and not self._is_same_source:
             marks = self._meet(fingerprint(f"{source.mark!r} {sorted(source.data.items())} {source.position}"))
             here = f"here {source.data}, and (epoch, step) {source.position}"
-            what = f"samples, lengths, seed, shuffle, drop_last or the state that training goes on from ({here})"
+            what = f"samples, lengths, seed, shuffle, drop_last, epoch or the state that training goes on from ({here})"
             require_same([mark for (mark,) in marks], what, self._meet)
             self._is_same_source = True
 

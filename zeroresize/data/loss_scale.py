@@ -50,8 +50,8 @@ class LossScale:
         """Return the scale of this step, as :meth:`~zeroresize.data.data_balancer.DataBalancer.loss_scale` does."""
         if self._is_given:
             raise RuntimeError(
-                f"loss_scale() was called twice in step {self._schedule.num_steps}: counted is what the rank's whole "
-                "step counts, all of its micro-batches, and step() is called after the optimizer's"
+                f"loss_scale() was called twice in step {self._schedule.num_steps}: it is called once for all "
+                "micro-batches of a step (num_micro_batches, steps()), and step() after each step of the optimizer"
             )
         count = partial(self._counted_here, counted)
         total: float | Tensor
@@ -74,7 +74,8 @@ class LossScale:
         if not self._is_given:
             raise RuntimeError(
                 "the optimizer steps, or step() is called, without loss_scale(): the gradient is not that of the "
-                "global batch, as ranks with fewer samples weigh as much as others"
+                "global batch, as ranks with fewer samples weigh as much as others: call it once a step, before the "
+                "first backward, and close() a balancer that this optimizer had before"
             )
 
     def end_step(self) -> None:
@@ -91,6 +92,9 @@ class LossScale:
         require_no_batch_norm(self.norms)
         samples = self._schedule.fetched_part.num_samples
         known = samples if counted is None or not samples else counted
+        if isinstance(known, Tensor) and known.numel() != 1:
+            shape = tuple(known.shape)
+            raise ValueError(f"loss_scale: counted of shape {shape} is not allowed: one number is needed, a mask's sum")
         if isinstance(known, Tensor) and known.device.type != "cpu" and not self._sums_on_host:
             return known.reshape(())
         if not 0.0 <= (number := float(known)) < math.inf:

@@ -159,8 +159,9 @@ class Schedule:
         if (part := self.part) is None:
             raise RuntimeError(
                 "no batch of this step came from the sampler: make the loader with "
-                "batch_sampler=balancer.sampler(dataset), or of balancer.stream(samples), let nobody divide it again, "
-                "and call step() once for each of its global batches"
+                "batch_sampler=balancer.sampler(dataset), or of balancer.stream(samples), begin it after "
+                "load_state_dict(), let nobody divide it again, and call step() once for each of its global batches, "
+                "after all micro-batches of it (steps())"
             )
         return part
 
