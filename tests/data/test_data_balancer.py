@@ -340,7 +340,7 @@ def test_a_slow_rank_is_given_fewer_samples_and_then_as_many_as_the_others(rank,
     assert as_it_is.counts == (12, 12) and others[0].share_saved > 0.3
     balancer.resume()
     train(30)
-    assert 16 <= balancer.counts[0] <= 20  # 18 at exact times
+    assert 14 <= balancer.counts[0] <= 22  # 18 at exact times
     made = [record for record in records if record.is_made]
     assert made[0].kind == "samples" and made[0].before == (12, 12)
     assert made[0].scalars()["data_changes/left_out"] == 0.0
@@ -352,7 +352,7 @@ def test_a_slow_rank_is_given_fewer_samples_and_then_as_many_as_the_others(rank,
     another.close()
     model.module.seconds /= 1.0 + 2.0 * rank
     train(60)
-    assert abs(balancer.counts[0] - 12) <= 1
+    assert abs(balancer.counts[0] - 12) <= 2
 
 
 @on_ranks(2)
