@@ -30,7 +30,7 @@ LIMITS = {
     "package code lines": 35_271,
     "tests lines": 52_981,
     "examples lines": 14_111,
-    "docs lines": 5_374,
+    "docs lines": 5_372,
     "tuning constants": 164,
 }
 
