@@ -24,7 +24,7 @@ FORCED = {"ratio": 0.5, "ranks": [1]}
 BOTH = [((3, 5), False), ((3.4, 4.6), True)]
 
 
-@on_ranks(2)
+@on_ranks(2, timeout_s=110)  # compiles, on a loaded machine
 def test_a_compiled_model_may_be_apart(rank, group):
     def run(model, optimizer, balancer, clip):
         call, values = compiled(model)[0], []
