@@ -25,10 +25,10 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 54_050,
+    "package lines": 54_052,
     "package files": 311,
-    "package code lines": 35_271,
-    "tests lines": 52_981,
+    "package code lines": 35_274,
+    "tests lines": 52_993,
     "examples lines": 14_111,
     "docs lines": 5_372,
     "tuning constants": 164,

@@ -166,8 +166,7 @@ class JsonLinesTelemetry:
     Pass it as ``Balancer(..., on_update=JsonLinesTelemetry(path))``, or as ``on_status``, which one rank alone calls. A
     pipeline's balancer takes one as ``on_profile`` and ``on_change``; its records are the same on all ranks, so one
     rank suffices. A line is complete once written, so the file can be read while training runs and after it was killed;
-    ``format`` in it is the number of the format. What cannot be written is lost,
-    with one warning: training goes on.
+    ``format`` in it is the number of the format. What cannot be written is lost, with one warning: training goes on.
 
     Args:
         path: the file; its folder is made.

@@ -1,6 +1,7 @@
 """Units move inside Megatron-Core's DistributedDataParallel, with its optimizers, whole and divided over replicas."""
 
 import time
+import types
 
 import pytest
 import torch
@@ -399,3 +400,14 @@ def test_a_watch_names_who_is_slow_in_the_hosts_own_training_loop(rank, group, i
                 assert optimizer.step()[0]
             (slow,) = watch.report().slow
         assert slow.rank == 1 and slow.times > 1.5
+
+
+def test_an_optimizer_that_megatron_leaves_half_made_is_refused_by_name():
+    from zeroresize.integrations.megatron_buffers import ShardedByMegatron
+
+    half = types.SimpleNamespace(optimizer=None, model_chunks=[Chunk()])
+    assert "use_megatron_fsdp" in ShardedByMegatron(half).why_not()
+
+
+class Chunk:
+    """Stands in for a wrapper of a part of a model, which is remembered weakly."""

@@ -152,11 +152,14 @@ class ShardedByMegatron(ShardedOptimizer):
     """Megatron-Core's DistributedOptimizer over the buffers of one wrapper."""
 
     def __init__(self, optimizer: Any) -> None:
-        self._optimizer, self.inner, self.replicas = optimizer, optimizer.optimizer, optimizer.data_parallel_group
+        self._optimizer, self.inner = optimizer, optimizer.optimizer
+        self.replicas = getattr(optimizer, "data_parallel_group", None)
         self.weights = dict.fromkeys(each for buffer in getattr(optimizer, "buffers", ()) for each in buffer.params)
         _in_parts.update(optimizer.model_chunks)
 
     def why_not(self) -> str | None:
+        if self.replicas is None:
+            return "it knows no group of replicas, as with use_megatron_fsdp=True, or where it steps nothing"
         if len(self._optimizer.model_chunks) > 1:
             return "it steps several chunks of a model"
         if not self._shards:
