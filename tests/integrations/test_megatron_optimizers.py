@@ -378,7 +378,7 @@ def test_a_watch_names_who_is_slow_in_the_hosts_own_training_loop(rank, group, i
         model = gpt(config_of(finalize_model_grads_func=finalize_model_grads), parallel_output=False)
         wrapped, optimizer = learner(model, is_divided=is_divided)
         of_model = model.decoder.layers[0].mlp.linear_fc1
-        of_model.register_forward_hook(lambda *_: time.sleep(0.03 if rank else 0.005))
+        of_model.register_forward_hook(lambda *_: time.sleep(0.1 if rank else 0.005))
         schedule = get_forward_backward_func()
 
         def forward_step(steps, model):
