@@ -46,8 +46,8 @@ def blocks_of(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
     name = str(page.relative_to(ROOT)).removeprefix("docs/")
     return [
-        Block(name, text.count("\n", 0, found.start(4)), found[1] or "", found[2] or "", textwrap.dedent(found[4]))
-        for found in _BLOCK.finditer(text)
+        Block(name, text.count("\n", 0, match.start(4)), match[1] or "", match[2] or "", textwrap.dedent(match[4]))
+        for match in _BLOCK.finditer(text)
     ]
 
 
