@@ -3,7 +3,6 @@
 import zeroresize as zr
 
 project = "zeroresize"
-author = "the zeroresize authors"
 release = version = zr.__version__
 
 extensions = [
@@ -18,9 +17,11 @@ myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4  # as GitHub makes them, so links work in both places
 
 autodoc_default_options = {"members": True, "member-order": "bysource"}
-autosummary_generate = True
-autosummary_ignore_module_all = False
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # attributes that are properties, too, are shown once
 
 html_theme = "furo"
 html_title = f"zeroresize {version}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_copyright = False
