@@ -21,6 +21,7 @@ TORCH_VERSIONS := 2.13.0 newest
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.docs-installed
 HOSTS_STAMP := $(HOSTS_VENV)/.installed
 VERSIONS_STAMPS := $(TORCH_VERSIONS:%=.venv-torch-%/.installed)
 PACKAGE := pyproject.toml setup.py
@@ -47,7 +48,7 @@ define make_environment
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-slow test-all test-hosts test-versions demo lint wheel-check release-check format clean
+.PHONY: help setup test test-slow test-all test-hosts test-versions demo docs lint wheel-check release-check format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F@ '{ printf "%-15s %s\n", $$1, $$2 }'
@@ -94,6 +95,16 @@ test-versions: $(VERSIONS_STAMPS)  ## run a small suite with the oldest and the 
 demo: setup  ## train a small ViT with one slow rank, with and without balancing
 	@$(BIN)/python -m vit_examples.demo
 
+docs: $(DOCS_STAMP)  ## build the site under docs/_build/html; a warning is an error
+	@echo "Building the site"
+	@PYTHONPATH=. $(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --quiet docs docs/_build/html
+	@echo "Ready: docs/_build/html/index.html"
+
+$(DOCS_STAMP): $(STAMP) requirements/docs.txt
+	@echo "Installing Sphinx"
+	@$(call pip_install,$(VENV)) -r requirements/docs.txt
+	@touch $@
+
 lint: setup  ## ruff, ruff format, mypy, the import rules and the limits of size
 	@echo "Linting"
 	@$(BIN)/ruff check .
@@ -106,12 +117,12 @@ wheel-check: setup  ## build a wheel and an sdist, and run the wheel's commands 
 	@echo "Building a wheel and an sdist, and trying them"
 	@$(BIN)/python scripts/check_wheel.py
 
-release-check: lint wheel-check test-all test-hosts test-versions demo  ## all there is, by hand before a tag; takes an hour or more
+release-check: lint docs wheel-check test-all test-hosts test-versions demo  ## all there is, by hand before a tag; takes an hour or more
 
 format: setup  ## let ruff repair and format the code
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
 clean:  ## remove .venv, caches and build outputs (not runs/)
-	rm -rf $(VENV) $(HOSTS_VENV) $(TORCH_VERSIONS:%=.venv-torch-%) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(HOSTS_VENV) $(TORCH_VERSIONS:%=.venv-torch-%) docs/_build build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

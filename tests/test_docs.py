@@ -7,6 +7,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+SITE = {page.relative_to(ROOT / "docs").with_suffix("").as_posix() for page in ROOT.glob("docs/**/*.md")}
 
 
 def anchors_of(page):
@@ -40,3 +41,16 @@ def test_paths_of_the_package_that_pages_name_exist():
             if not any((root / path).exists() for root in (ROOT / "zeroresize", ROOT)):
                 missing.append(f"{page.name}: {path}")
     assert not missing
+
+
+def test_each_page_stands_in_the_navigation_once():
+    index = (ROOT / "docs" / "index.md").read_text()
+    shown = re.findall(r"(?ms)^```\{toctree\}\n(?::[^\n]*\n)*\n(.*?)```", index)
+    assert sorted([*" ".join(shown).split(), "index"]) == sorted(SITE)
+
+
+def test_words_of_log_lines_and_words_that_mean_several_things_elsewhere_are_explained():
+    rows = re.findall(r"(?m)^\| ([^|]+) \|", (ROOT / "docs" / "words.md").read_text())
+    words = {word.strip() for row in rows for word in row.split(",")}
+    assert {"unit", "lent", "target", "Baseline", "comparing products"} <= words
+    assert {"host", "cluster", "schedule", "shares", "partition", "update", "migrate"} <= words

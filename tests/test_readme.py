@@ -1,96 +1,93 @@
-"""README's first example: short, and it runs as it stands."""
+"""README: short, and its program runs when it is copied out, as one that trains the undivided model does."""
 
+import os
 import re
-from pathlib import Path
+import subprocess
+import sys
 
+import pytest
 import torch
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+import torch.nn.functional as F
+from helpers.pages import ROOT, blocks_of
 
 import zeroresize as zr
 from zeroresize.conversion import balanced_layers
 from zeroresize.layers.segments import owned_segments
 
-README = Path(__file__).parent.parent / "README.md"
-EXAMPLE = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.S)[0]
+README = ROOT / "README.md"
+(PROGRAM,) = (block.text for block in blocks_of(README))
+(SAVING,) = blocks_of(ROOT / "docs" / "start.md")
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.Sequential(Block(), Block())
-
-    def forward(self, x):
-        return self.blocks(x)
+def test_it_is_short_and_attaching_takes_ten_lines_at_most():
+    assert len(README.read_text().splitlines()) <= 110
+    needed = [
+        line
+        for line in PROGRAM.splitlines()
+        if re.search(r"zr\.|parallelize_module\(|mesh = |balancer\.|for block in", line)
+    ]
+    assert len([line for line in needed if "StragglerInjector" not in line and "print" not in line]) <= 11
 
 
-def batches():
-    drawn = torch.Generator().manual_seed(1)
-    return [(torch.randn(4, 8, generator=drawn), torch.randn(4, 8, generator=drawn)) for _ in range(12)]
+@pytest.mark.slow
+def test_its_program_runs_when_it_is_copied_out(tmp_path):
+    (tmp_path / "gpt.py").write_text(PROGRAM)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    run = subprocess.run([*torchrun, tmp_path / "gpt.py"], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    losses = [float(loss) for loss in re.findall(r"(?m)^.+: \d+ ms a step, loss (\d+\.\d+)$", run.stdout)]
+    assert len(losses) == 5 and losses[-1] < losses[0]
+    assert re.search(r"(?m)^rank +busy +speed +share", run.stdout), run.stdout
 
 
-def train_whole():
-    """Losses before and after the same training of the undivided model."""
-    model = Model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    for inputs, targets in batches():
-        nn.functional.mse_loss(model(inputs), targets).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return evaluate(model)
+def test_its_program_trains_as_one_process_also_when_units_have_moved(run_ranks, tmp_path, monkeypatch):
+    attached, begins, rest = PROGRAM.partition("\n\ndef train(")
+    rest = re.sub(r'(?m)(train\(".*", )\d+\)$', r"\g<1>2)", begins + rest)
+    defined, _, _ = attached.partition("\ndist.init_process_group")
 
+    def words_of(step, names):
+        return torch.randint(256, (2, names["TOKENS"] + 1), generator=torch.Generator().manual_seed(step))
 
-def evaluate(model):
-    return [nn.functional.mse_loss(model(inputs), targets).item() for inputs, targets in batches()]
+    def loss_of(model, words):
+        return F.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
 
+    whole_names = {}
+    exec(compile(defined, "README.md", "exec"), whole_names)
+    torch.manual_seed(0)
+    whole = whole_names["GPT"]()
+    of_whole, expected = torch.optim.AdamW(whole.parameters(), lr=1e-3), []
+    for step in range(4):
+        loss = loss_of(whole, words_of(step, whole_names))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+        of_whole.step()
+        of_whole.zero_grad()
+        expected.append(loss.item())
 
-def test_the_words_of_its_log_lines_and_tables_are_explained_where_they_come_first():
-    page = README.read_text()
-    explained = re.findall(r"(?m)^\| ([^|]+) \|", (README.parent / "docs" / "words.md").read_text())
-    words = {word.strip() for row in explained for word in row.split(",")}
-    assert {"unit", "lent", "target", "Baseline", "comparing products"} <= words
-    first_link = page.index("(docs/words.md)")
-    assert page.index("to compare products") < first_link < page.index("| it attaches to |")
-    assert "[target](docs/words.md)" in page
-
-
-def test_the_row_of_mode_off_says_until_when_to_ask_what_other_modes_would_do():
-    (row,) = re.findall(r"(?m)^\| .*`balancer\.what_if\(\)`.*$", README.read_text())
-    assert "not the accuracy" in row and "until `owned` changes" in row
-    usage = (README.parent / "docs" / "usage.md").read_text()
-    section = usage.partition("### What other modes would do\n")[2].partition("\n## ")[0]
-    for needed in ("no forecast", "second update", "as much as the move there and back", "elsewhere it is an error"):
-        assert needed in " ".join(section.split())
-
-
-def test_the_first_example_is_short_and_says_how_its_log_lines_are_seen():
-    assert "logging.basicConfig(level=logging.INFO)" in EXAMPLE and len(EXAMPLE.splitlines()) <= 15
-
-
-def test_the_first_example_trains_a_model_as_without_it(run_ranks):
     def check(rank, group):
-        names = {
-            "model": Model(),
-            "mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)),
-            "loader": batches(),
-            "loss_function": nn.functional.mse_loss,
-        }
-        exec(compile(EXAMPLE, "README.md", "exec"), names)
-        model, balancer = names["model"], names["balancer"]
-        assert isinstance(balancer, zr.Balancer) and balancer.config == zr.BalanceConfig()
-        assert balancer.metrics()["balance/owned_share"] == 1.0, "nothing moves before the first plan, after 20 steps"
-        assert len(owned_segments(balanced_layers(model))) == 2
-        torch.testing.assert_close(torch.tensor(evaluate(model)), torch.tensor(train_whole()), rtol=1e-5, atol=1e-6)
+        names = {}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("torch.distributed.init_process_group", lambda *_: None)
+            exec(compile(attached, "README.md", "exec"), names)
+        model, optimizer, balancer, losses = names["model"], names["optimizer"], names["balancer"], []
+        assert len(owned_segments(balanced_layers(model))) == 4
+        for step in range(4):
+            loss = loss_of(model, words_of(step, names))
+            loss.backward()
+            zr.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            balancer.step()
+            if step == 1:
+                balancer.move((3, 1))
+                assert balancer.plan.owned != (1.0, 1.0)
+            losses.append(loss.item())
+        assert losses == pytest.approx(expected, abs=1e-4)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("torch.distributed.destroy_process_group", lambda: None)
+            for text in (rest, SAVING.text):
+                exec(compile(text, "README.md", "exec"), names)
 
+    monkeypatch.chdir(tmp_path)
     run_ranks(check, 2)

@@ -1,7 +1,6 @@
 """Layers that keep their host's own forward, fused or quantised: measured, moved, saved; nothing is lent or dropped."""
 
 import copy
-import re
 import time
 from pathlib import Path
 from typing import ClassVar
@@ -464,9 +463,9 @@ def test_exact_measures_whole_layers_and_moves_units_off_a_slow_rank(rank, group
 
 
 def test_the_program_of_the_docs_moves_units_of_its_fused_layer_and_trains_as_one_process(run_ranks):
-    program = re.findall(r"```python\n(.*?)```", (ROOT / "docs/adding_a_host.md").read_text(), re.DOTALL)[1]
-    names = {"__name__": "adding_a_host"}
-    exec(compile(program, "docs/adding_a_host.md", "exec"), names)
+    program = ROOT / "docs/programs/own_forward.py"
+    names = {"__name__": "own_forward"}
+    exec(compile(program.read_text(), str(program), "exec"), names)
     (losses, counts), (others, _) = run_ranks(lambda rank, group: names["main"](group), 2)
     assert losses == others and counts == (96, 32)
     torch.manual_seed(0)

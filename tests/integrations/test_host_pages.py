@@ -1,4 +1,4 @@
-"""The programs of docs/hosts run as they stand, on two ranks, and train as one process; its table names tests."""
+"""The programs of docs/programs run as they stand, on two ranks, and train as one process; its table names tests."""
 
 import re
 from pathlib import Path
@@ -26,11 +26,10 @@ def programs_of(page):
     return re.findall(r"```python\n(.*?)```", (PAGES / page).read_text(), re.DOTALL)
 
 
-def names_of(page):
-    """What the first program of a page defines."""
-    program, *_ = programs_of(page)
-    names = {"__name__": page}
-    exec(compile(program, f"docs/hosts/{page}", "exec"), names)
+def names_of(program):
+    """What a program of docs/programs defines."""
+    names = {"__name__": program}
+    exec(compile((PAGES.parent / "programs" / program).read_text(), f"docs/programs/{program}", "exec"), names)
     return names
 
 
@@ -92,7 +91,7 @@ def moves_in(monkeypatch, names, moves):
 
 
 def test_torchs_program_trains_as_one_process_and_saves_what_it_learned(run_ranks, tmp_path):
-    names = names_of("torch.md")
+    names = names_of("with_torch.py")
     torch.manual_seed(0)
     whole = names["Model"]()
     optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2)
@@ -118,7 +117,7 @@ def test_torchs_program_trains_as_one_process_and_saves_what_it_learned(run_rank
 
 
 def test_fsdp2(run_ranks, tmp_path):
-    names = names_of("fsdp2.md")
+    names = names_of("with_fsdp2.py")
     torch.manual_seed(0)
     whole = nn.Sequential(names["Block"](), names["Block"]())
     optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2)
@@ -166,7 +165,7 @@ def test_each_cell_of_the_table_of_hosts_is_short_and_backed_by_a_test_that_ther
 
 def test_accelerate(run_ranks, tmp_path, monkeypatch):
     pytest.importorskip("accelerate")
-    names = names_of("accelerate.md")
+    names = names_of("with_accelerate.py")
     moves_in(monkeypatch, names, {3: (3, 1), 8: (1, 3)})
     expected = losses_of_one_process(24, schedule_every=4)
 
@@ -185,7 +184,7 @@ def test_accelerate(run_ranks, tmp_path, monkeypatch):
 def test_transformers(run_ranks, tmp_path, monkeypatch):
     import transformers
 
-    names = names_of("transformers.md")
+    names = names_of("with_transformers.py")
     moves_in(monkeypatch, names, {2: (3, 1), 4: (1, 3), 8: (3, 1)})
 
     def check(rank, group):
@@ -210,7 +209,7 @@ def test_experts_that_are_loaded_as_the_page_says_train_in_bfloat16_wherever_neu
     import transformers
     from transformers.distributed import DistributedConfig
 
-    _, loading = programs_of("transformers.md")
+    (loading,) = programs_of("transformers.md")
     whole = whole_decoder("mixtral").to(torch.bfloat16)
     whole.config._experts_implementation = "grouped_mm"
     whole.save_pretrained(tmp_path)
@@ -244,7 +243,7 @@ def test_experts_that_are_loaded_as_the_page_says_train_in_bfloat16_wherever_neu
 def test_peft(run_ranks, tmp_path, monkeypatch):
     import transformers
 
-    peft, names = pytest.importorskip("peft"), names_of("peft.md")
+    peft, names = pytest.importorskip("peft"), names_of("with_peft.py")
     moves_in(monkeypatch, names, {2: (3, 1), 4: (1, 3)})
 
     def check(rank, group):
@@ -268,7 +267,7 @@ def test_peft(run_ranks, tmp_path, monkeypatch):
 @pytest.mark.hosts
 @pytest.mark.filterwarnings("ignore")
 def test_lightning(run_ranks, tmp_path, monkeypatch):
-    names = names_of("lightning.md")
+    names = names_of("with_lightning.py")
     moves_in(monkeypatch, names, {3: (3, 1), 6: (1, 3)})
     expected = losses_of_one_process(16)
 
@@ -286,7 +285,7 @@ def test_trainer(run_ranks, tmp_path, monkeypatch):
     import transformers
     from accelerate.parallelism_config import ParallelismConfig
 
-    names = names_of("trainer.md")
+    names = names_of("with_trainer.py")
     monkeypatch.setattr(ParallelismConfig, "_validate_accelerator", lambda self, accelerator: None)
 
     def check(rank, group):
@@ -305,7 +304,7 @@ def test_megatron(run_ranks, tmp_path, monkeypatch):
     pytest.importorskip("megatron.core.tensor_parallel.layers")
     from megatron.core import dist_checkpointing, parallel_state
 
-    names = names_of("megatron.md")
+    names = names_of("with_megatron.py")
     moves_in(monkeypatch, names, {2: (3, 1), 4: (1, 3), 6: (3, 1)})
 
     def check(rank, group):
@@ -349,7 +348,7 @@ def test_megatron(run_ranks, tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore")
 def test_colossalai(run_ranks, tmp_path, monkeypatch, colossalai_module, stage, precision):
     """In float32, which the host refuses by an assertion alone, as one process; in bfloat16 it goes on bit for bit."""
-    names = names_of("colossalai.md")
+    names = names_of("with_colossalai.py")
     changes = {"zero_stage": stage, "precision": precision}
     monkeypatch.setitem(names, "HybridParallelPlugin", lambda **given: plugin_of(**given | changes))
     if precision == "fp32":
@@ -384,7 +383,7 @@ def test_deepspeed(run_ranks, tmp_path, monkeypatch):
     pytest.importorskip("deepspeed")
     from helpers.deepspeed_models import as_deepspeed_rank
 
-    names = names_of("deepspeed.md")
+    names = names_of("with_deepspeed.py")
     moves_in(monkeypatch, names, {2: (3, 1), 6: (1, 3)})
     torch.manual_seed(0)
     config = names["transformers"].LlamaConfig(**names["SIZES"], num_hidden_layers=2, vocab_size=64)

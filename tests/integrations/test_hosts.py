@@ -18,16 +18,16 @@ from zeroresize.integrations.find_segments import find_segments
 from zeroresize.layers.balanced_linear import BalancedLinear
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS = re.findall(r"```python\n(.*?)```", (ROOT / "docs/adding_a_host.md").read_text(), re.DOTALL)
+PROGRAM = ROOT / "docs/programs/own_products.py"
+ADAPTER, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "docs/adding_a_host.md").read_text(), re.DOTALL)
 
 
 @pytest.fixture
 def example(monkeypatch):
     """The names of the program in the docs; its host is forgotten again when the test ends."""
     monkeypatch.setattr(hosts, "_hosts", list(hosts._hosts))
-    program, *_ = PROGRAMS
-    names = {"__name__": "adding_a_host"}
-    exec(compile(program, "docs/adding_a_host.md", "exec"), names)
+    names = {"__name__": "own_products"}
+    exec(compile(PROGRAM.read_text(), str(PROGRAM), "exec"), names)
     return names
 
 
@@ -41,7 +41,7 @@ def test_the_example_of_the_docs_trains_while_a_rank_prunes(run_ranks, example):
 def test_the_registered_module_of_the_docs_has_heads_on_any_rank(run_ranks, monkeypatch):
     monkeypatch.setattr(known_modules, "_adapters", dict(known_modules._adapters))
     names = {"__name__": "adding_a_host"}
-    exec(compile(PROGRAMS[2], "docs/adding_a_host.md", "exec"), names)
+    exec(compile(ADAPTER, "docs/adding_a_host.md", "exec"), names)
 
     def check(rank, group):
         torch.manual_seed(0)
