@@ -20,6 +20,7 @@ from rich.console import Console
 pytest.importorskip("yaml")
 
 from scripts.study import __main__ as study
+from scripts.study import jobs
 
 Command = Callable[..., tuple[object, str]]
 
@@ -53,7 +54,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
         grid.write_text("config: demo\nseeds: [0, 1]\ncells:\n" + "".join(f"  {cell}: {{}}\n" for cell in cells))
         printed = io.StringIO()
         monkeypatch.setattr(study, "Console", lambda: Console(file=printed, width=200))
-        monkeypatch.setattr(study, "train_command", train_command)
+        monkeypatch.setattr(jobs, "train_command", train_command)
         monkeypatch.setattr(sys, "argv", ["study", str(grid), "--output", str(tmp_path / "runs"), *arguments])
         try:
             status: object = study.main()
