@@ -29,7 +29,7 @@ TRAINING = """
 import json, pathlib, sys, time
 folder = pathlib.Path(next(one for one in sys.argv if "output.folder" in one).partition("output.folder=")[2])
 assert not (folder / "metrics.jsonl").exists(), "of another run"
-(folder / "metrics.jsonl").write_text("step 1")
+(folder / "metrics.jsonl").write_text('{"kind": "epoch", "test_accuracy": 0.5}\\n')
 if "slow" in folder.parent.name and not (folder.parents[3] / "again").exists():
     time.sleep(60)
 if "wrong" in folder.parent.name:
@@ -69,6 +69,7 @@ def test_the_command_runs_what_is_not_finished_and_tabulates_all(tmp_path: Path,
     assert command("first")[0] is None
     table = tmp_path / "runs" / "grid.csv"
     assert written(table) == [("first", "0"), ("first", "1")]
+    assert [row["accuracy_by_epoch"] for row in study.read_table(table)] == ["0.5", "0.5"]
     began_ns = (tmp_path / "runs/grid/first/seed0/metrics.jsonl").stat().st_mtime_ns
     status, printed = command("first", "second")
     assert status is None
