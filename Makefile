@@ -117,7 +117,9 @@ wheel-check: setup  ## build a wheel and an sdist, and run the wheel's commands 
 	@echo "Building a wheel and an sdist, and trying them"
 	@$(BIN)/python scripts/check_wheel.py
 
-release-check: lint docs wheel-check test-all test-hosts test-versions demo  ## all there is, by hand before a tag; takes an hour or more
+release-check: lint docs test-all test-hosts test-versions demo  ## all there is, by hand before a tag; takes an hour or more
+	@echo "Building a wheel and an sdist, and trying them in fresh environments"
+	@$(BIN)/python scripts/check_wheel.py --release
 
 format: setup  ## let ruff repair and format the code
 	@$(BIN)/ruff check --fix .

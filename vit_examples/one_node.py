@@ -139,8 +139,12 @@ def told_status(failed: Mapping[int, int]) -> int:
 def train_command(config: str, overrides: Sequence[str], num_ranks: int) -> list[str]:
     """``vit_examples.train`` on ``num_ranks`` ranks of this machine, with overrides such as ``training.epochs=3``."""
     command = [sys.executable, "-m", "vit_examples.one_node", f"--nproc-per-node={num_ranks}"]
-    command += ["-m", "vit_examples.train", "--config", config]
-    return [*command, *(f"--set={override}" for override in overrides)]
+    return [*command, *train_options(config, overrides)]
+
+
+def train_options(config: str, overrides: Sequence[str]) -> list[str]:
+    """What a launcher runs: ``vit_examples.train`` with overrides such as ``training.epochs=3``."""
+    return ["-m", "vit_examples.train", "--config", config, *(f"--set={override}" for override in overrides)]
 
 
 @contextmanager

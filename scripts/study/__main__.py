@@ -4,17 +4,17 @@ A grid is a YAML file: a configuration of vit_examples, seeds, and named cells, 
 (cell, seed) is one run of ``vit_examples.train`` in a folder of its own, and one row of a CSV file. What has a finished
 folder or a row never runs again (delete both to repeat it), so a study that was stopped goes on where it was, also on
 another machine; where runs write checkpoints (``output.save_every``) from the newest. What is there with other settings
-is an error, before anything runs. Where a run fails the others go on, and the end tells why. ``scripts.study.plot``
-draws the table.
+is an error, before anything runs. Where a run fails the others go on, and the end tells why. Runs are jobs of submitit:
+side by side on SLURM, and else here, one after the other. ``scripts.study.plot`` draws the table.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import dataclasses
 import io
-import os
-import shutil
+import re
 import signal
 import statistics
 import sys
@@ -22,12 +22,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 
-from scripts.study.grid import Cell, Study, read_study
-from vit_examples.harness.folders import empty
-from vit_examples.one_node import started, train_command
+from scripts.study.grid import Study, read_study
+from scripts.study.jobs import Jobs
 from zeroresize.utils.files import write_whole
 
 Rows = dict[tuple[str, str], dict[str, Any]]
@@ -91,54 +91,30 @@ def write_csv(rows: Rows, path: Path) -> None:
     write_whole(path, stream.getvalue())
 
 
-def run_cell(study: Study, cell: Cell) -> None:
-    """Train one cell, from its newest checkpoint if there is one, or else in an emptied folder.
-
-    Its output is at the end of ``train.log``. Checkpoints are deleted when it is finished.
-
-    Raises:
-        RuntimeError: if training fails, with what its log says of the reason, or another run is at that folder.
-    """
-    command = train_command(study.config, (*cell.overrides, "output.progress=false"), cell.ranks)
-    if cell.can_go_on:
-        command.append("--resume")
-    else:
-        try:
-            empty(cell.folder)
-        except ValueError as error:
-            raise RuntimeError(str(error)) from error
-        write_whole(cell.settings_file, cell.settings)
-    log = cell.folder / "train.log"
-    size_before = log.stat().st_size if log.exists() else 0
-    with started(command, log, {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}) as process:
-        code = process.wait()
-    if code or not (cell.folder / "summary.json").exists():  # ranks that SIGTERM ends have status 0, too
-        (cell.folder / "summary.json").unlink(missing_ok=True)  # where only the end of a run failed: it is not finished
-        lines = log.read_bytes()[size_before:].decode("utf-8", errors="replace").splitlines()
-        # Several ranks name the same mistake: once.
-        mistakes = dict.fromkeys(line.partition("): ")[2] for line in lines if line.startswith("error (rank"))
-        reason = "\n".join(mistakes or lines[-30:])
-        raise RuntimeError(f"cell {cell.name!r}, seed {cell.seed} failed with code {code}; from {log}:\n{reason}")
-    shutil.rmtree(cell.folder / "checkpoints", ignore_errors=True)
-
-
-def run_study(study: Study, table: Path, console: Console) -> list[str]:
+def run_study(study: Study, table: Path, console: Console, jobs: Jobs) -> list[str]:
     """Run what is not finished yet, writing the table after every run; returns what failed.
 
     Raises:
         ValueError: if a run is there with other settings.
     """
-    failures = []
     rows = all_rows(study, table)
     write_csv(rows, table)
-    to_run = [cell for cell in study.cells if cell.key not in rows]
-    for number, cell in enumerate(to_run, 1):
-        console.print(f"{number} of {len(to_run)}: {cell.name}, seed {cell.seed}", highlight=False)
+    failures, submitted = [], {}
+    for cell in (cell for cell in study.cells if cell.key not in rows):
         try:
-            run_cell(study, cell)
-        except RuntimeError as error:
+            submitted[cell] = jobs.submit(study, cell)
+        except ValueError as error:
             failures.append(str(error))
-        write_csv(all_rows(study, table), table)
+    try:
+        for number, (cell, job) in enumerate(submitted.items(), 1):
+            console.print(f"{number} of {len(submitted)}: {cell.name}, seed {cell.seed}", highlight=False)
+            if (failure := job.exception()) is not None:  # it ends only now
+                failures.append(str(failure))
+            write_csv(all_rows(study, table), table)
+    except KeyboardInterrupt:
+        for job in submitted.values():
+            job.cancel()
+        raise
     return failures
 
 
@@ -173,17 +149,26 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, default=Path("runs/studies"), help="where the runs go")
     parser.add_argument("--csv", type=Path, help="where the table goes (default: beside the runs)")
+    parser.add_argument("--only", default="", metavar="REGEX", help="the cells whose names match it")
+    parser.add_argument("--cluster", help="of submitit (default: slurm where srun is, else debug: here, one by one)")
+    parser.add_argument(
+        "--job", action="append", default=[], metavar="KEY=VALUE", help="of each job, as gpus_per_node=8 nodes=2"
+    )
     parser.add_argument("--dry-run", action="store_true", help="list and tabulate the runs, train nothing")
     options = parser.parse_args()
     console = Console()
     failures: list[str] = []
     try:
         study = read_study(options.grid, options.output.resolve(), changes=options.set)
+        study = dataclasses.replace(
+            study, cells=tuple(cell for cell in study.cells if re.search(options.only, cell.name))
+        )
         table = options.csv or options.output / f"{study.name}.csv"
         if not options.dry_run:
-            failures = run_study(study, table, console)
+            parameters = {key: yaml.safe_load(value) for key, _, value in (text.partition("=") for text in options.job)}
+            failures = run_study(study, table, console, Jobs(options.output / "jobs", options.cluster, parameters))
         rows = all_rows(study, table)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, re.error, yaml.YAMLError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.stderr.write("interrupted: the same command goes on where it was\n")

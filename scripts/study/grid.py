@@ -22,6 +22,7 @@ from vit_examples.harness.config_reader import parse_override
 from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import without_effect
 from zeroresize.config.paper import dotted
+from zeroresize.utils.files import read_json_lines
 from zeroresize.utils.value_checks import at_least, known_keys
 from zeroresize.utils.yaml_values import read_yaml
 
@@ -86,7 +87,9 @@ class Cell:
             raise ValueError(f"{self.folder}/summary.json: not of a run: delete that folder and its cell runs again")
         plain = {key: value for key, value in summary.items() if not isinstance(value, Mapping)}
         versions = {f"version_{name}": version for name, version in summary["versions"].items()}
-        return {"cell": self.name, "seed": self.seed, **plain, **versions, "settings": self.settings_there}
+        epochs = [line for line in read_json_lines(self.folder / "metrics.jsonl") if line["kind"] == "epoch"]
+        by_epoch = {"accuracy_by_epoch": " ".join(f"{line['test_accuracy']:g}" for line in epochs)}
+        return {"cell": self.name, "seed": self.seed, **plain, **by_epoch, **versions, "settings": self.settings_there}
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from matplotlib import pyplot
 
+from scripts.study import zero_figures
 from scripts.study.__main__ import read_table
-from scripts.study.plot import draw, place_of
+from scripts.study.plot import against_baseline, draw, lines_of, place_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,6 +70,48 @@ def test_step_times_are_means_where_every_row_tells_them_and_else_medians(tmp_pa
         assert figure.axes[0].get_ylabel() == label
         assert figure.axes[0].containers[0][0].get_ydata().tolist() == expected
         pyplot.close(figure)
+
+
+def test_accuracy_is_drawn_against_baselines_of_the_same_seed_and_rounding_as_a_band():
+    rows = [
+        {"cell": cell, "seed": seed, "step_ms": "100", "test_accuracy": accuracy}
+        for cell, *accuracies in (("Baseline χ=2", "0.5", "0.6"), ("A χ=2", "0.4", "0.6"))
+        for seed, accuracy in zip("01", accuracies, strict=True)
+    ]
+    rounding = [
+        {"cell": "lr", "seed": "0", "test_accuracy": "0.51"},
+        {"cell": "lr", "seed": "1", "test_accuracy": "0.57"},
+    ]
+    figure = draw(against_baseline(rows, rounding), "χ", "points")
+    times, accuracy = figure.axes
+    assert [container.get_label() for container in times.containers] == ["Baseline", "A"]
+    (container,) = accuracy.containers  # of A: Baseline would lie at nought
+    assert container[0].get_ydata()[0] == pytest.approx(-5)
+    (mean,) = [line.get_ydata()[0] for line in accuracy.lines if line.get_label() == "Baseline, rounding alone"]
+    assert mean == pytest.approx(-1)
+    pyplot.close(figure)
+    with pytest.raises(ValueError, match=r"no Baseline with the seeds \['2'\]"):
+        against_baseline(rows, [{**rounding[0], "seed": "2"}])
+
+
+def test_figures_of_pinned_ratios_tell_the_products_of_the_slowest_rank():
+    def rows(*cells):
+        return [{"cell": cell, "seed": "0", "test_accuracy": "0.4"} for cell in cells]
+
+    def products(chosen, x):
+        return {
+            line: {place: float(of_cell[0]["products"]) for place, of_cell in cells if "products" in of_cell[0]}
+            for line, cells in lines_of(chosen, x).items()
+        }
+
+    table = rows(
+        "Baseline", "Pri γ=1/4 all", "Pri γ=1/4 one", "Pri γ=3/4 one", "PriDiff γ=1/2 one", "PriDiff γ=7/8 one"
+    )
+    assert products(zero_figures.by_ratio(table, "all", 1), "γ") == {"Baseline": {None: 1}, "Pri": {0.25: 0.75}}
+    assert products(zero_figures.by_ratio(table, "one", 2), "γ")["Pri"] == {0.25: 1.5, 0.75: 1}
+    of_skewness = products(zero_figures.by_skewness(table), "χ")
+    assert of_skewness["Baseline"][8] == 8 and of_skewness["Pri"] == {4 / 3: 1, 4: 1}
+    assert of_skewness["PriDiffR"] == {2: 1, 8: 1} and of_skewness["PriDiffE"] == {2: 1, 4: 2, 8: 4, 10: 5}
 
 
 @pytest.mark.slow

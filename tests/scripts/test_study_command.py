@@ -20,6 +20,7 @@ from rich.console import Console
 pytest.importorskip("yaml")
 
 from scripts.study import __main__ as study
+from scripts.study import jobs
 
 Command = Callable[..., tuple[object, str]]
 
@@ -28,7 +29,7 @@ TRAINING = """
 import json, pathlib, sys, time
 folder = pathlib.Path(next(one for one in sys.argv if "output.folder" in one).partition("output.folder=")[2])
 assert not (folder / "metrics.jsonl").exists(), "of another run"
-(folder / "metrics.jsonl").write_text("step 1")
+(folder / "metrics.jsonl").write_text('{"kind": "epoch", "test_accuracy": 0.5}\\n')
 if "slow" in folder.parent.name and not (folder.parents[3] / "again").exists():
     time.sleep(60)
 if "wrong" in folder.parent.name:
@@ -53,7 +54,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
         grid.write_text("config: demo\nseeds: [0, 1]\ncells:\n" + "".join(f"  {cell}: {{}}\n" for cell in cells))
         printed = io.StringIO()
         monkeypatch.setattr(study, "Console", lambda: Console(file=printed, width=200))
-        monkeypatch.setattr(study, "train_command", train_command)
+        monkeypatch.setattr(jobs, "train_command", train_command)
         monkeypatch.setattr(sys, "argv", ["study", str(grid), "--output", str(tmp_path / "runs"), *arguments])
         try:
             status: object = study.main()
@@ -68,6 +69,7 @@ def test_the_command_runs_what_is_not_finished_and_tabulates_all(tmp_path: Path,
     assert command("first")[0] is None
     table = tmp_path / "runs" / "grid.csv"
     assert written(table) == [("first", "0"), ("first", "1")]
+    assert [row["accuracy_by_epoch"] for row in study.read_table(table)] == ["0.5", "0.5"]
     began_ns = (tmp_path / "runs/grid/first/seed0/metrics.jsonl").stat().st_mtime_ns
     status, printed = command("first", "second")
     assert status is None
