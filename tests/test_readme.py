@@ -30,6 +30,7 @@ def test_it_is_short_and_attaching_takes_ten_lines_at_most():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # on a loaded machine
 def test_its_program_runs_when_it_is_copied_out(tmp_path):
     (tmp_path / "gpt.py").write_text(PROGRAM)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
