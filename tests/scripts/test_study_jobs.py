@@ -38,7 +38,7 @@ def study(tmp_path: Path) -> Study:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_a_job_in_a_process_of_its_own_trains_a_cell(study: Study, tmp_path: Path) -> None:
     (cell,) = study.cells
     job = jobs.Jobs(tmp_path / "jobs", "local").submit(study, cell)
