@@ -12,13 +12,16 @@ import math
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from zeroresize.commands import live
-from zeroresize.commands.errors import CommandError, need
+from zeroresize.commands.errors import CommandError
 from zeroresize.commands.ranks import Member, StartedRanks
+from zeroresize.commands.tables import console, table_of
+from zeroresize.utils.extras import need
 from zeroresize.utils.texts import duration_text
 from zeroresize.utils.usual import middle_of
 
@@ -73,16 +76,11 @@ def run(options: argparse.Namespace) -> int:
         value = getattr(options, name)
         if not least <= value <= most:
             raise CommandError(f"--{name} {value:g} is not allowed: a number from {least:g} to {most:g} is needed")
-    console = need("rich.console", "cli").Console()
-    path = _new_file(options.folder)
-    steps = _Steps(options.chi)
+    screen, path, steps = console(), _new_file(options.folder), _Steps(options.chi)
     phases = [(phase.share, {1: options.chi} if phase.is_slow else {}, phase.is_balanced) for phase in PHASES]
     with StartedRanks(_train, 2, phases, time.time(), options.seconds, str(path)) as ranks:
-        if console.is_terminal:
-            _show(ranks, steps, live.Group(path), console)
-        else:
-            _print_phases(ranks, steps)
-    console.print(steps.table())
+        _show(ranks, steps, live.Group(path), screen)
+    screen.print(steps.table())
     print("\n".join(["", *steps.picture(), *steps.disturbances, _NEXT.format(folder=path.parent)]))
     return 0
 
@@ -136,15 +134,13 @@ class _Steps:
 
     def table(self) -> Any:
         """What a terminal shows of the phases."""
-        table = need("rich.table", "cli").Table(box=None, pad_edge=False)
-        for heading in ("phase", "a step", "of the even one", "faster than off"):
-            table.add_column(heading, justify="left" if heading == "phase" else "right")
         even_s, off_s = self.usual_s(0), self.usual_s(1)
-        for number in range(len(PHASES)):
-            step_s = self.usual_s(number)
+        rows = []
+        for number, step_s in enumerate(map(self.usual_s, range(len(PHASES)))):
             faster = f"{off_s / step_s:.2f} times" if number == 2 else ""
-            table.add_row(self.text(number), duration_text(step_s), f"{step_s / even_s:.2f}", faster)
-        return table
+            rows.append((self.text(number), duration_text(step_s), f"{step_s / even_s:.2f}", faster))
+        headings = ("phase", "a step", "of the even one", "faster than off")
+        return table_of(headings, rows, numbers=headings[1:])
 
     def picture(self) -> list[str]:
         """The step over the time of the run in characters, and below it where each phase begins."""
@@ -161,23 +157,17 @@ class _Steps:
         return [f"step  {live.sparkline([step_s for _, step_s in sampled])}", f"      {names}"]
 
 
-def _show(ranks: StartedRanks, steps: _Steps, group: live.Group, console: Any) -> None:
-    group_of, text_of = need("rich.console", "cli"), need("rich.text", "cli")
-
-    def view() -> Any:
-        return group_of.Group(text_of.Text(steps.phase, style="bold"), live.shown([group], console.width))
-
-    with need("rich.live", "cli").Live(view(), console=console, auto_refresh=False, transient=True) as shown:
-        while not ranks.have_ended:
-            steps.updates += ranks.received(_LOOK_EVERY_S)
-            group.look()
-            shown.update(view(), refresh=True)
-
-
-def _print_phases(ranks: StartedRanks, steps: _Steps) -> None:
+def _show(ranks: StartedRanks, steps: _Steps, group: live.Group, screen: Any) -> None:
+    group_of, text_of = need("rich.console", "cli").Group, need("rich.text", "cli").Text
+    view = need("rich.live", "cli").Live(console=screen, auto_refresh=False, transient=True)
     said = ""
-    while not ranks.have_ended:
-        if steps.phase != said:
-            said = steps.phase
-            print(said, flush=True)
-        steps.updates += ranks.received(_LOOK_EVERY_S)
+    with view if screen.is_terminal else nullcontext():
+        while not ranks.have_ended:
+            if screen.is_terminal:
+                group.look()
+                phase = text_of(steps.phase, style="bold")
+                view.update(group_of(phase, live.shown([group], screen.width)), refresh=True)
+            elif steps.phase != said:
+                said = steps.phase
+                print(said, flush=True)
+            steps.updates += ranks.received(_LOOK_EVERY_S)

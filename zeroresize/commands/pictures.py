@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from zeroresize.commands.errors import need
 from zeroresize.commands.statuses import changes_of
 from zeroresize.status import Status
+from zeroresize.utils.extras import need
 
 _LINES = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 3)), (0, (7, 2, 1, 2)), (0, (3, 1, 1, 1)))
 _HATCHES = ("", "///", "...", "xxx", "\\\\\\", "++", "oo", "--")
@@ -55,6 +55,18 @@ def of_steps(statuses: Sequence[Status]) -> str:
     return drawn(draw, "Step time, with a line where work was divided otherwise", "milliseconds")
 
 
+def of_runs(runs: Mapping[str, Sequence[Status]]) -> str:
+    """What steps took in several runs, by their names."""
+
+    def draw(axes: Any) -> None:
+        for place, (name, statuses) in enumerate(runs.items()):
+            steps_ms = [1e3 * status.step_s for status in statuses]
+            axes.plot([status.step for status in statuses], steps_ms, label=name, **_line(place))
+        axes.set_ylim(bottom=0.0)
+
+    return drawn(draw, "Step time of each run", "milliseconds")
+
+
 def of_ranks(statuses: Sequence[Status], what: str, title: str, ylabel: str) -> str:
     """One number of each rank over steps, or of those that were slow, where there are many."""
     known = [status for status in statuses if status.ranks]
@@ -64,11 +76,14 @@ def of_ranks(statuses: Sequence[Status], what: str, title: str, ylabel: str) -> 
         steps = [status.step for status in known]
         for place, rank in enumerate(ranks):
             numbers = [getattr(status.ranks[rank], what) for status in known]
-            grey = str(0.6 * (place % 4) / 3)
-            axes.plot(steps, numbers, color=grey, ls=_LINES[place % len(_LINES)], lw=1.4, label=f"rank {rank}")
+            axes.plot(steps, numbers, label=f"rank {rank}", **_line(place))
         axes.set_ylim(bottom=0.0)
 
     return drawn(draw, title, ylabel)
+
+
+def _line(place: int) -> dict[str, Any]:
+    return {"color": str(0.6 * (place % 4) / 3), "ls": _LINES[place % len(_LINES)], "lw": 1.4}
 
 
 def of_shares(statuses: Sequence[Status]) -> str:
