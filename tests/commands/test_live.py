@@ -42,6 +42,14 @@ def test_lines_of_other_records_are_passed_over(tmp_path, capsys):
     assert "step 20" in capsys.readouterr().out
 
 
+def test_other_files_of_a_runs_folder_are_not_waited_for(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3}\n')
+    write(tmp_path / "status.jsonl", at(20, state="ended"))
+    assert main(["live", str(tmp_path)]) == 0
+    assert main(["live", "--once", str(tmp_path)]) == 0
+    assert "metrics" not in capsys.readouterr().out
+
+
 def test_a_file_that_grows_is_read_on_where_it_was_left_and_an_unfinished_line_waits(tmp_path):
     path = tmp_path / "status.jsonl"
     write(path, at(10))
@@ -105,5 +113,6 @@ def test_help_of_every_command_is_there_without_torch():
 def test_without_rich_it_is_said_what_to_install(tmp_path, capsys, monkeypatch):
     write(tmp_path / "status.jsonl", at(10))
     monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.delitem(sys.modules, "zeroresize.utils.console", raising=False)
     assert main(["live", "--once", str(tmp_path)]) == 2
     assert "pip install 'zeroresize[cli]'" in capsys.readouterr().err

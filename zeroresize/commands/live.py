@@ -10,6 +10,7 @@ import argparse
 import math
 import time
 from collections import deque
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     with live if screen.is_terminal else nullcontext():
         printed = -math.inf
         while True:
-            have_ended = all(group.has_ended for group in groups)
+            have_ended = all(group.has_ended for group in telling(groups))
             if screen.is_terminal:
                 live.update(shown(groups, screen.width), refresh=True)
             elif have_ended or time.monotonic() - printed >= _LINE_EVERY_S:
@@ -98,11 +99,16 @@ class Group:
         return "" if self.newest is None else f"{duration_text(max(time.time() - self.newest.time, 0.0))} ago"
 
 
+def telling(groups: list[Group]) -> list[Group]:
+    """Return the groups that have a status; of a run's folder other files tell none. All, before any has."""
+    return [group for group in groups if group.newest is not None] or groups
+
+
 def shown(groups: list[Group], width: int) -> Any:
     """Return what a terminal shows of all groups; bold and dim alone, which any background bears."""
     group_of, text_of = need("rich.console", "cli").Group, need("rich.text", "cli").Text
     parts: list[Any] = []
-    for group in groups:
+    for group in telling(groups):
         status = group.newest
         if status is None:
             parts.append(text_of(f"{group.path}: nothing yet", style="dim"))
@@ -120,5 +126,9 @@ def shown(groups: list[Group], width: int) -> Any:
 def sparkline(seconds: list[float]) -> str:
     """Return a character for each number, from 0 up, and the largest and the last in words."""
     most = max(seconds)
-    blocks = "".join(_SPARKS[min(int(len(_SPARKS) * each / most), len(_SPARKS) - 1)] for each in seconds)
-    return f"{blocks}  now {duration_text(seconds[-1])}, at most {duration_text(most)}"
+    return f"{blocks(seconds, most)}  now {duration_text(seconds[-1])}, at most {duration_text(most)}"
+
+
+def blocks(numbers: Iterable[float], most: float) -> str:
+    """Return a character for each number of 0 to ``most``."""
+    return "".join(_SPARKS[min(int(len(_SPARKS) * each / most), len(_SPARKS) - 1)] for each in numbers)

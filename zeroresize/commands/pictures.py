@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from zeroresize.commands.statuses import changes_of
+from zeroresize.commands.statuses import changes_of, of_all_ranks
 from zeroresize.status import Status
 from zeroresize.utils.extras import need
 
@@ -24,8 +24,8 @@ def drawn(draw: Callable[[Any], None], title: str, ylabel: str) -> str:
     figures = need("matplotlib.figure", "report")
     settings = {"svg.fonttype": "none", "svg.hashsalt": "zeroresize", "font.size": 9, "hatch.linewidth": 0.5}
     with matplotlib.rc_context(settings):
-        figure = figures.Figure(figsize=_INCHES, layout="constrained")
-        axes = figure.subplots()
+        figure = figures.Figure(figsize=_INCHES)
+        axes = figure.subplots(gridspec_kw={"left": 0.08, "right": 0.8, "bottom": 0.18})  # alike, one below the other
         draw(axes)
         axes.set(xlabel="step", ylabel=ylabel, title=title)
         axes.margins(x=0.0)
@@ -69,7 +69,7 @@ def of_runs(runs: Mapping[str, Sequence[Status]]) -> str:
 
 def of_ranks(statuses: Sequence[Status], what: str, title: str, ylabel: str) -> str:
     """One number of each rank over steps, or of those that were slow, where there are many."""
-    known = [status for status in statuses if status.ranks]
+    known = of_all_ranks(statuses)
     ranks = chosen_ranks(known)
 
     def draw(axes: Any) -> None:
@@ -88,7 +88,7 @@ def _line(place: int) -> dict[str, Any]:
 
 def of_shares(statuses: Sequence[Status]) -> str:
     """Where the work is: each rank's share, one on the other."""
-    known = [status for status in statuses if status.ranks]
+    known = of_all_ranks(statuses)
     num_ranks = len(known[-1].ranks)
     if num_ranks > _MOST_LINES:
         return of_ranks(statuses, "share", "Work of each rank, of an even share", "share")

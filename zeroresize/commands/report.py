@@ -13,14 +13,13 @@ import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from zeroresize.commands import pictures
 from zeroresize.commands.errors import CommandError
-from zeroresize.commands.statuses import changes_of, statuses_of
+from zeroresize.commands.statuses import changes_of, of_all_ranks, statuses_of
 from zeroresize.commands.tables import console, table_of
-from zeroresize.status import HEADINGS, Status
+from zeroresize.status import HEADINGS, RankStatus, Status
 from zeroresize.utils.extras import need
 from zeroresize.utils.texts import CAUSES, duration_text, percent_text
 
@@ -69,18 +68,6 @@ def scores_of(path: Path) -> dict[str, float]:
     return {name: value for name, value in numbers.items() if name.endswith(("accuracy", "loss"))}
 
 
-@dataclass(frozen=True)
-class Slowness:
-    """A time for which a rank was slow."""
-
-    rank: int
-    from_step: int
-    to_step: int
-    times: float
-    cause: str
-    cost_s: float
-
-
 class Run:
     """What one file of statuses tells."""
 
@@ -88,7 +75,7 @@ class Run:
         self.name, self.statuses, self.last, self.scores = name, statuses, statuses[-1], scores
         self.steps_s = sorted(each.step_s for each in statuses if not math.isnan(each.step_s)) or [math.nan]
         self.middle_s = statistics.median(self.steps_s)
-        shares = [[rank.share for rank in status.ranks] for status in statuses if status.ranks]
+        shares = [[rank.share for rank in status.ranks] for status in of_all_ranks(statuses)]
         #: On average over the run, of an even share: what the rank computed that was relieved most, and nobody did.
         self.least_share = min(map(statistics.fmean, zip(*shares, strict=True)), default=math.nan)
         self.dropped = max(1.0 - statistics.fmean(map(statistics.fmean, shares)), 0.0) if shares else math.nan
@@ -113,16 +100,12 @@ class Run:
         )
 
     @property
-    def end(self) -> str:
-        """Whether it has ended, as far as it says so."""
-        return "has ended" if self.last.state == "ended" else f"last heard of at step {self.last.step}"
-
-    @property
     def facts(self) -> list[tuple[str, str]]:
         """Numbers of the whole run, by name."""
         steps_s = self.steps_s[0], self.middle_s, self.steps_s[-1]
+        end = "has ended" if self.last.state == "ended" else f"last heard of at step {self.last.step}"
         return [
-            ("steps", f"{self.last.step}, {self.end}"),
+            ("steps", f"{self.last.step}, {end}"),
             ("time", duration_text(self.last.time - self.statuses[0].time)),
             ("ranks", str(len(self.last.ranks))),
             ("a step: shortest, middle, longest", ", ".join(map(duration_text, steps_s))),
@@ -132,16 +115,20 @@ class Run:
         ]
 
     @property
-    def slownesses(self) -> list[Slowness]:
-        """Who was slow from which step to which, in order."""
-        seen: dict[tuple[int, int], Slowness] = {}
+    def slow(self) -> list[tuple[str, ...]]:
+        """Texts of each time that a rank was slow: which, from and to which step, how slow, why, at what cost."""
+        seen: dict[tuple[int, int], list[tuple[int, RankStatus]]] = {}
         for status in self.statuses:
             for each in status.ranks:
                 if each.slow_since is not None:
-                    cause = CAUSES.get(each.cause, each.cause)
-                    key = each.rank, each.slow_since
-                    seen[key] = Slowness(*key, status.step, 1.0 / each.speed, cause, each.cost_s)
-        return sorted(seen.values(), key=lambda each: (each.from_step, each.rank))
+                    seen.setdefault((each.slow_since, each.rank), []).append((status.step, each))
+        rows = []
+        for (since, rank), times in sorted(seen.items()):
+            slowness = statistics.median(1.0 / each.speed for _, each in times)
+            to_step, last = times[-1]
+            texts = CAUSES.get(last.cause, last.cause), duration_text(last.cost_s)
+            rows.append((str(rank), str(since), str(to_step), f"{slowness:.2f}", *texts))
+        return rows
 
     @property
     def decisions(self) -> list[tuple[int, str]]:
@@ -152,7 +139,7 @@ class Run:
     def pictures(self) -> list[str]:
         """SVGs: steps, ranks' speeds, where the work is."""
         svgs = [pictures.of_steps(self.statuses)]
-        if any(status.ranks for status in self.statuses):
+        if self.last.ranks:
             svgs.append(pictures.of_ranks(self.statuses, "speed", "Speed of each rank, of the fastest", "speed"))
             if self.last.kind != "nothing":
                 svgs.append(pictures.of_shares(self.statuses))
@@ -182,8 +169,7 @@ def page_of(runs: Sequence[Run]) -> str:
     """Return the HTML page of these runs."""
     jinja2 = need("jinja2", "report")
     strict = {"undefined": jinja2.StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
-    environment = jinja2.Environment(autoescape=True, **strict)
-    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    template = jinja2.Environment(autoescape=True, **strict).from_string(_TEMPLATE.read_text(encoding="utf-8"))
     table = compared(runs) if len(runs) > 1 else []
     svg = pictures.of_runs({run.name: run.statuses for run in runs}) if table else ""
-    return str(template.render(runs=runs, table=table, svg=svg, headings=HEADINGS, duration=duration_text))
+    return str(template.render(runs=runs, table=table, svg=svg, headings=HEADINGS))

@@ -1,9 +1,7 @@
-"""Where commands print, and their tables, by rich: bold and dim alone, which any background bears."""
+"""Where commands print, and their tables, by rich."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -11,9 +9,8 @@ from zeroresize.utils.extras import need
 
 
 def console() -> Any:
-    """Return what prints texts as they are; off a terminal 120 characters wide, or as COLUMNS says."""
-    width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS") or 120)
-    return need("rich.console", "cli").Console(width=width, highlight=False, markup=False, emoji=False)
+    """Return what prints texts as they are."""
+    return need("zeroresize.utils.console", "cli").plain_console(markup=False, emoji=False)
 
 
 def table_of(

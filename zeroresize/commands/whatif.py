@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zeroresize.commands.errors import CommandError
-from zeroresize.commands.statuses import statuses_of
+from zeroresize.commands.statuses import files_of, statuses_of
 from zeroresize.commands.tables import console, table_of
-from zeroresize.commands.traces import Job, job_of
+from zeroresize.commands.traces import Job, is_trace, job_of
 from zeroresize.config import BalanceConfig
 from zeroresize.plan.ownership import SegmentWork
 from zeroresize.policy.moves.move_cost import MoveCost
@@ -36,6 +36,8 @@ _LEAST = 0.05
 _NUM_UNITS, _NUM_UPDATES = 1024, 30
 #: By how many times as long as the others a step takes, each shade from so much on.
 _SHADES = {0.0: "·", 1.1: "░", 1.25: "▒", 1.6: "▓", 2.5: "█"}
+#: Of a line of the map.
+_MOST_CELLS = 110
 BY_SPEED = "work by speed"
 
 
@@ -65,14 +67,11 @@ def jobs_of(names: Sequence[str]) -> list[Job]:
     Raises:
         CommandError: naming a file that is neither, or is not there.
     """
-    files: list[Path] = []
-    for path in map(Path, names):
-        inside = [each for each in sorted(path.rglob("*")) if each.name.endswith((".json", ".json.gz", ".jsonl"))]
-        files += [path] if path.is_file() else inside
-        if not (path.is_file() or inside):
-            raise CommandError(f"{path}: no trace (.json, .json.gz) and no file of status (.jsonl) is there")
-    traces = [file for file in files if file.suffix != ".jsonl"]
-    statuses = [str(file) for file in files if file.suffix == ".jsonl"]
+    files = [str(file) for file in files_of(names, (".json", ".json.gz", ".jsonl"))]
+    statuses = [file for file in files if file.endswith(".jsonl")]
+    traces = [Path(file) for file in files if file not in statuses and (file in names or is_trace(Path(file)))]
+    if not (traces or statuses):
+        raise CommandError(f"{', '.join(names)}: no trace of torch.profiler is there: export_chrome_trace writes one")
     jobs = [job_of(traces)] if traces else []
     return jobs + [_job_of_statuses(*of_file) for of_file in (statuses_of(statuses) if statuses else {}).items()]
 
@@ -206,7 +205,7 @@ def _show_table(screen: Any, headings: Sequence[str], rows: Sequence[Sequence[st
 
 
 def _show_map(screen: Any, job: Job) -> None:
-    per_cell = math.ceil(len(job.numbers) / max(screen.width - 10, 8))
+    per_cell = math.ceil(len(job.numbers) / min(max(screen.width - 10, 8), _MOST_CELLS))
     legend = ", ".join(f"{shade} {least:g}" for least, shade in _SHADES.items() if least)
     screen.print(f"\ntimes as long as the others, step by step: {legend} or more")
     for rank, times in zip(job.ranks, slowness_of(job), strict=True):

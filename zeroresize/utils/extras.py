@@ -11,9 +11,9 @@ class MissingExtra(ModuleNotFoundError):
 
 
 def need(module: str, extra: str) -> ModuleType:
-    """Return a module of an extra of this package; where it is not installed the error says how to install it."""
+    """Return a module of an extra of this package, or that needs it; the error says how to install what lacks."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        package = module.partition(".")[0]
+        package = (error.name or module).partition(".")[0]
         raise MissingExtra(f"needs the package {package}: pip install 'zeroresize[{extra}]'") from error
