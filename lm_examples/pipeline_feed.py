@@ -7,6 +7,7 @@ import math
 import statistics
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,11 +27,14 @@ from zeroresize.plan.strategy import Strategy
 
 
 class PipelineFeed(Feed):
-    """Stages of layers, of which each step trains micro-batches; ``pipeline.jsonl`` has profiles and moves."""
+    """Stages of layers, of which each step trains micro-batches.
+
+    ``pipeline.jsonl`` has profiles and moves, ``status.jsonl`` is for ``zeroresize live`` and ``report``.
+    """
 
     config: RunConfig
     model: Pipeline
-    section, files = "pipeline", ("pipeline",)
+    section, files = "pipeline", ("pipeline", "status")
 
     def __init__(
         self, config: RunConfig, batches: TokenBatches, process_group: ProcessGroup, state: dict[str, Any] | None
@@ -175,3 +179,5 @@ class PipelineFeed(Feed):
         self._num_moves += isinstance(change, ChangeRecord) and change.is_made
         if self.record is not None:
             self.record.write("pipeline", {**change.to_dict(), "step": self.step})
+            status = replace(self.balancer.status(), step=self.step, step_s=change.step_s)
+            self.record.write("status", status.to_dict())

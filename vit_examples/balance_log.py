@@ -1,6 +1,6 @@
 """What balancing did in a run, every rank for itself: ``balance-rank<r>.jsonl``, TensorBoard events, pruned columns.
 
-``scripts.report`` compares runs by them; ``status.jsonl`` is the group's, for ``zeroresize live`` and ``report``.
+``status.jsonl`` is the group's, for ``zeroresize live`` and ``report``.
 """
 
 from __future__ import annotations

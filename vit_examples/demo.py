@@ -1,7 +1,7 @@
 """Shows what a slow rank costs and what balancing wins back: ``python -m vit_examples.demo`` (or ``make demo``).
 
 Trains the same small vision transformer on two ranks for each entry of :data:`RUNS`, and ends with the table and the
-picture of ``scripts.report``. What moves belongs to the other rank from then on, what is lent is computed by it step by
+page of ``zeroresize report``. What moves belongs to the other rank from then on, what is lent is computed by it step by
 step: both are exact. After so few steps accuracy suffers from what is dropped.
 """
 
@@ -19,10 +19,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from scripts.report import __main__ as report
 from vit_examples.config import load_config
 from vit_examples.harness.folders import claimed, empty
 from vit_examples.one_node import started, train_command
+from zeroresize.commands.__main__ import main as zeroresize
 from zeroresize.utils.files import read_json_lines
 
 NUM_RANKS = 2
@@ -60,8 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("interrupted: the same command begins anew\n")
         return 128 + signal.SIGINT
-    report.main([str(parsed.output)])
-    return 0
+    folders = [str(parsed.output / name.lower()) for name in RUNS]
+    return zeroresize(["report", *folders, "--out", str(parsed.output / "report.html")])
 
 
 def run_all(config: str, overrides: Sequence[str], output: Path, console: Console) -> None:

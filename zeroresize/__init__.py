@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from zeroresize.config import BalanceConfig, PaperConfig
     from zeroresize.conversion import convert
     from zeroresize.data.data_balancer import DataBalancer
+    from zeroresize.exporters import OpenTelemetrySpans, PrometheusTelemetry, WandbTelemetry
     from zeroresize.injection import StragglerInjector, round_robin, static
     from zeroresize.layers.linear import ColumnParallelLinear, RowParallelLinear
     from zeroresize.layers.segment import Segment
@@ -37,8 +38,10 @@ __all__ = [
     "DataBalancer",
     "GradScaler",
     "JsonLinesTelemetry",
+    "OpenTelemetrySpans",
     "PaperConfig",
     "ParallelFinding",
+    "PrometheusTelemetry",
     "RankStatus",
     "RowParallelLinear",
     "RowwiseParallel",
@@ -49,6 +52,7 @@ __all__ = [
     "StragglerInjector",
     "TensorBoardTelemetry",
     "UpdateRecord",
+    "WandbTelemetry",
     "Watch",
     "check_parallel",
     "check_segments",
@@ -72,6 +76,7 @@ _FILES = {
     "config": ("BalanceConfig", "PaperConfig"),
     "conversion": ("convert",),
     "data.data_balancer": ("DataBalancer",),
+    "exporters": ("OpenTelemetrySpans", "PrometheusTelemetry", "WandbTelemetry"),
     "injection": ("StragglerInjector", "round_robin", "static"),
     "layers.linear": ("ColumnParallelLinear", "RowParallelLinear"),
     "layers.segment": ("Segment",),

@@ -54,6 +54,7 @@ def test_what_is_not_allowed_is_named(arguments, expected, capsys):
 @pytest.mark.parametrize("name", ["demo", "probe"])
 def test_rich_is_asked_for(name, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.delitem(sys.modules, "zeroresize.utils.console", raising=False)
     assert error_of([name], capsys) == "needs the package rich: pip install 'zeroresize[cli]'"
 
 

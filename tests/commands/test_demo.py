@@ -28,32 +28,28 @@ def test_rank_1_is_slow_and_computes_less_until_it_is_fast_again(tmp_path, capsy
     assert [line.partition(":")[0] for line in said.splitlines() if line.startswith("phase ")][:4] == [
         f"phase {number} of 4" for number in range(1, 5)
     ]
-    assert f"zeroresize live {folder}" in said and "χ = 8 on rank 1, mode exact" in said
+    assert f"zeroresize report {folder}" in said and "χ = 8 on rank 1, mode exact" in said
 
 
-def test_the_table_and_the_picture_are_of_the_phases(capsys):
+def test_the_table_and_its_pictures_are_of_the_phases(capsys):
     steps = demo._Steps(chi=4.0)
     steps.updates = [(0, 0.1)] * 4 + [(1, 0.5)] * 4 + [(2, 0.5)] * 2 + [(2, 0.2)] * 3 + [(3, 0.1)] * 4
     from rich.console import Console
 
-    Console(width=80).print(steps.table())
-    rows = [line.split()[-4:] for line in capsys.readouterr().out.splitlines()[1:]]
-    assert rows[0][-3:] == ["100", "ms", "1.00"]
-    assert rows[1][-3:] == ["500", "ms", "5.00"]
-    assert rows[2] == ["ms", "2.00", "2.50", "times"]
-    sparks, names = steps.picture()
-    blocks = sparks.split()[1]
-    assert len(blocks) == 60
-    begins = [names.index(f"│{phase}") - names.index("│even") for phase in ("even", "off", "exact", "even again")]
-    assert [blocks[at] for at in begins] == ["▂", "█", "█", "▂"]
-    assert blocks[begins[3] - 1] == "▄"  # settled
+    Console(width=120).print(steps.table())
+    even, off, exact, _ = [line.split()[-6:] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert even[-4:] == ["▂" * 15, "100", "ms", "1.00"]
+    assert off[-4:] == ["█" * 15, "500", "ms", "5.00"]
+    assert exact == ["█" * 6 + "▄" * 9, "200", "ms", "2.00", "2.50", "times"]  # settled
+    steps.updates = []
+    steps.table()  # where nothing was measured
 
 
 def test_a_rank_that_is_killed_ends_it_with_an_error(tmp_path, capsys, monkeypatch):
     received = demo.StartedRanks.received
 
     def kill_and_receive(started, seconds):
-        list(started._processes.values())[1].kill()
+        started._processes[1].kill()
         return received(started, seconds)
 
     monkeypatch.setattr(demo.StartedRanks, "received", kill_and_receive)

@@ -42,6 +42,14 @@ def test_lines_of_other_records_are_passed_over(tmp_path, capsys):
     assert "step 20" in capsys.readouterr().out
 
 
+def test_other_files_of_a_runs_folder_are_not_waited_for(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3}\n')
+    write(tmp_path / "status.jsonl", at(20, state="ended"))
+    assert main(["live", str(tmp_path)]) == 0
+    assert main(["live", "--once", str(tmp_path)]) == 0
+    assert "metrics" not in capsys.readouterr().out
+
+
 def test_a_file_that_grows_is_read_on_where_it_was_left_and_an_unfinished_line_waits(tmp_path):
     path = tmp_path / "status.jsonl"
     write(path, at(10))
@@ -65,7 +73,7 @@ def test_off_a_terminal_a_line_is_printed_for_each_new_status_until_the_job_ends
     path, coming = tmp_path / "status.jsonl", [at(20), at(30, state="ended")]
     write(path, at(10))
     monkeypatch.setattr(live.time, "sleep", lambda _: write(path, coming.pop(0)) if coming else None)
-    monkeypatch.setattr(live, "_LINE_EVERY_S", 0.1)
+    monkeypatch.setattr(live, "_LINE_EVERY_S", 0.0)
     assert main(["live", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(";")[0] for line in lines] == ["step 10", "step 20", "step 30"]
@@ -105,5 +113,6 @@ def test_help_of_every_command_is_there_without_torch():
 def test_without_rich_it_is_said_what_to_install(tmp_path, capsys, monkeypatch):
     write(tmp_path / "status.jsonl", at(10))
     monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.delitem(sys.modules, "zeroresize.utils.console", raising=False)
     assert main(["live", "--once", str(tmp_path)]) == 2
     assert "pip install 'zeroresize[cli]'" in capsys.readouterr().err

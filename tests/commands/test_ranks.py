@@ -68,7 +68,7 @@ def test_a_rank_that_raises_is_named_though_another_waits_for_it():
 
 def test_a_rank_that_was_killed_is_named_though_another_says_first_that_it_failed():
     with StartedRanks(be_killed_on_rank_1, 2) as started, pytest.raises(CommandError) as raised:
-        for process in started._processes.values():
+        for process in started._processes:
             process.join()
         all_received(started)
     assert str(raised.value) == "rank 1 was ended by SIGKILL"

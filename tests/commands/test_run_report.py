@@ -6,37 +6,18 @@ import re
 from xml.etree import ElementTree
 
 import pytest
+from helpers.told_runs import RUN, at, write_runs
 
 from zeroresize.commands import pictures
 from zeroresize.commands.__main__ import main
-from zeroresize.status import RankStatus, Status
-
-
-def at(step, shares=(1.0, 1.0), chi=1.0, saved_s=0.0, since=None, **changes):
-    slow = {} if since is None else {"slow_since": since, "cause": "products", "cost_s": 3.0}
-    ranks = RankStatus(0, 0.1, 1.0, shares[0]), RankStatus(1, 0.1 * chi, 1.0 / chi, shares[1], **slow)
-    text = f"why of {step}"
-    status = Status("units", "on", step, 1000.0 + step, 0.1 * chi, 0.1, 0.1 * chi, saved_s, 3.0, ranks, text)
-    return dataclasses.replace(status, **changes)
-
-
-RUN = [
-    at(10),
-    at(20, chi=4.0, since=15),
-    at(30, shares=(1.6, 0.4), chi=4.0, since=15, saved_s=5.0),
-    at(40, shares=(1.6, 0.4), chi=4.0, since=15, saved_s=20.0),
-    at(50, saved_s=20.0),
-    at(60, saved_s=20.0, state="ended"),
-]
+from zeroresize.commands.report import Run, compared, runs_of
+from zeroresize.status import RankStatus
 
 
 @pytest.fixture
 def page_of(tmp_path, capsys):
     def make(**runs):
-        for name, statuses in runs.items():
-            lines = "".join(json.dumps(status.to_dict()) + "\n" for status in statuses)
-            (tmp_path / f"{name}.jsonl").write_text(lines)
-        paths = [str(tmp_path / f"{name}.jsonl") for name in runs]
+        paths = write_runs(tmp_path, **runs)
         assert main(["report", *paths, "--out", str(tmp_path / "r.html")]) == 0
         return (tmp_path / "r.html").read_text(), capsys.readouterr().out
 
@@ -88,7 +69,25 @@ def test_runs_stand_side_by_side(page_of):
     page, _ = page_of(off=[dataclasses.replace(each, kind="nothing", saved_s=float("nan")) for each in RUN[:2]], on=RUN)
     first, second = texts_of(page, "zeroresize report</h1>")
     assert "nothing was balanced" in first[-1] and "balancing saved 20.0 s" in second[-1]
-    assert "last heard of at step 20" in page
+    assert "last heard of at step 20" in page and "Step time of each run" in page
+
+
+def test_runs_are_compared_by_steps_shares_and_the_scores_beside_them(tmp_path, capsys):
+    for name, chi, scores in (
+        ("even", 1.0, {"test_accuracy": 0.756}),
+        ("zero", 4.0, {"test_accuracy": 0.7, "loss": 2}),
+    ):
+        (tmp_path / name).mkdir()
+        lines = [json.dumps(at(step, chi=chi).to_dict()) + "\n" for step in (10, 20)]
+        (tmp_path / name / "status.jsonl").write_text("".join(lines))
+        (tmp_path / name / "summary.json").write_text(json.dumps({**scores, "commit": "abc", "epochs": 3}))
+    even, zero = runs_of([str(tmp_path)])
+    headings, *rows = compared([even, zero])
+    assert headings[-2:] == ["loss", "test_accuracy"]
+    assert rows[0][:5] == ["even", "20", "100 ms", "1.00", "4.00"] and rows[0][-2:] == ["", "75.6 %"]
+    assert rows[1] == ["zero", "20", "400 ms", "4.00", "1.00", "1.00", "0.00", "0 ms", "2", "70.0 %"]
+    dropping = Run("dropping", [at(10, (1.0, 0.2)), at(20, (1.0, 0.4))], {})
+    assert compared([even, dropping])[2][5:7] == ["0.30", "0.35"]
 
 
 def test_texts_of_a_run_are_no_html(page_of):

@@ -230,6 +230,15 @@ def test_what_traces_do_not_tell_is_said(tmp_path, capsys, change, note):
     assert ("rank 1    █\n" in text) == ("marked" in change)
 
 
+def test_other_json_of_a_runs_folder_is_passed_over(tmp_path, capsys):
+    nccl_trace(tmp_path / "0.json", 0, 1000.0, (0.0,), clock_us=0.0)
+    (tmp_path / "config.json").write_text('{"mode": "off"}')
+    assert "rank 0; steps" in output(capsys, tmp_path)
+    (tmp_path / "0.json").unlink()
+    assert main(["whatif", str(tmp_path)]) == 2
+    assert "no trace of torch.profiler is there" in capsys.readouterr().err
+
+
 def test_of_one_rank_nothing_is_compared(tmp_path, capsys):
     text = output(capsys, TRACES / "ddp_rank0.json.gz")
     assert "note: of 2 ranks there are traces of rank 0 alone" in text

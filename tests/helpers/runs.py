@@ -1,18 +1,15 @@
-"""Runs of a few seconds, folders of runs that never ran, pictures drawn at random, and tables of studies."""
+"""Runs of a few seconds, pictures drawn at random, and tables of studies."""
 
 from __future__ import annotations
 
 import csv
 import io
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow
@@ -21,7 +18,6 @@ import pytest
 from PIL import Image
 
 from vit_examples.train import main
-from zeroresize.telemetry import JsonLinesTelemetry, UpdateRecord
 from zeroresize.utils.files import read_json_lines
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,68 +80,6 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         main(arguments)
     assert stopped.value.code == 2
     return capsys.readouterr().err
-
-
-LAYERS = ("fc1", "fc2")
-
-
-def record(rank: int, update: int, ratio: float, **changes: Any) -> UpdateRecord:
-    """One of an update every ten steps, at which ``ratio`` is pruned from now on; the first has measured nothing."""
-    values = {
-        "update": update,
-        "step": 10 * update,
-        "epoch": 0,
-        "rank": rank,
-        "busy_s": float("nan") if update == 1 else 0.2,
-        "gemm_s": float("nan") if update == 1 else 0.1,
-        "is_straggler": ratio > 0,
-        "ratio": ratio,
-        "pruned": ratio,
-        "lent": 0.0,
-        "borrowed": 0.0,
-        "owned": 1.0,
-        "units": {},
-        "lent_to": {},
-        "layer_shares": dict.fromkeys(LAYERS, ratio),
-        "predicted_step_s": 0.2,
-        "calibration_steps": 0,
-        "balancing_since_update_s": 0.05,
-    }
-    return UpdateRecord(**{**values, **changes})
-
-
-def write_records(folder: Path, rank: int, records: Sequence[UpdateRecord]) -> None:
-    write = JsonLinesTelemetry(folder / f"balance-rank{rank}.jsonl")
-    for record in records:
-        write(record)
-    write.close()
-
-
-def write_metrics(folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def write_run(
-    folder: Path,
-    mode: str,
-    seconds: Sequence[float],
-    slow: Sequence[UpdateRecord] = (),
-    *,
-    summary: Mapping[str, Any] | None = None,
-    **sections: Mapping[str, Any],
-) -> Path:
-    """A run of two ranks in one epoch; the records of rank 1 are ``slow``, rank 0 does nothing but train."""
-    folder.mkdir(parents=True, exist_ok=True)
-    steps = [{"kind": "step", "step": step, "from_step": 0, "step_s": step_s} for step, step_s in enumerate(seconds)]
-    write_metrics(folder, [*steps, {"kind": "epoch", "epoch": 0, "step": len(seconds) - 1, "ratios": []}])
-    slow = slow or [record(1, update, 0.0, busy_s=0.4) for update in range(1, len(seconds) // 10 + 1)]
-    write_records(folder, 0, [record(0, one.update, 0.0, busy_s=0.1) for one in slow])
-    write_records(folder, 1, slow)
-    config = {"balance": {"mode": mode}, "output": {"settle_steps": 5}, **sections}
-    (folder / "config.json").write_text(json.dumps({**config, "total_steps": len(seconds)}))
-    if summary is not None:
-        (folder / "summary.json").write_text(json.dumps({**summary, "config": config}))
-    return folder
 
 
 def write_parquet(path: Path, size: int, *, image: str = "img", side: int = 32) -> None:

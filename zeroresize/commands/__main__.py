@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import zeroresize
 from zeroresize.commands.errors import CommandError
+from zeroresize.utils.extras import MissingExtra
 
 #: What each command is for; its module has ``configure(parser)`` and ``run(options)``, which returns the exit status.
 COMMANDS = {
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = of_command.parse_args(list(arguments)[list(arguments).index(name) + 1 :])
     try:
         return int(module.run(options))
-    except CommandError as error:
+    except (CommandError, MissingExtra) as error:
         print(f"zeroresize {name}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -12,13 +12,15 @@ import math
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from zeroresize.commands import live
-from zeroresize.commands.errors import CommandError, need
+from zeroresize.commands.errors import CommandError
 from zeroresize.commands.ranks import Member, StartedRanks
+from zeroresize.commands.tables import console, table_of
+from zeroresize.utils.extras import need
 from zeroresize.utils.texts import duration_text
 from zeroresize.utils.usual import middle_of
 
@@ -28,32 +30,22 @@ _LEAST_S, _MOST_S = 4.0, 3600.0
 _MOST_CHI = 100.0
 #: Times of even steps differ by no more on an idle machine.
 _ALIKE = 1.2
-_LOOK_EVERY_S, _NUM_SPARKS = 0.5, 60
+_LOOK_EVERY_S, _NUM_SPARKS = 0.5, 15
 _NEXT = """
 Next:
-  zeroresize live {folder}    # what the balancer told: who was slow, and what it decided
+  zeroresize report {folder}    # one page of it: who was slow, what was decided, and did it pay
 In a program whose model is split over ranks, by these layers or by those of a host:
   import zeroresize as zr
   balancer = zr.Balancer(model, optimizer, on_status=zr.JsonLinesTelemetry("status.jsonl"))
   balancer.step()    # after each optimizer.step()"""
 
 
-@dataclass(frozen=True)
-class Phase:
-    """Describes a part of the run, which takes a ``share`` of its seconds."""
-
-    name: str
-    what: str
-    share: float
-    is_slow: bool
-    is_balanced: bool
-
-
+#: Parts of the run: what happens, the share of its seconds, whether rank 1 is slow, and whether balancing is on.
 PHASES = (
-    Phase("even", "both ranks equally fast", 0.15, False, True),
-    Phase("off", "χ = {chi:g} on rank 1, balancing off", 0.25, True, False),
-    Phase("exact", "χ = {chi:g} on rank 1, mode exact", 0.4, True, True),
-    Phase("even again", "both equally fast again", 0.2, False, True),
+    ("both ranks equally fast", 0.15, False, True),
+    ("χ = {chi:g} on rank 1, balancing off", 0.25, True, False),
+    ("χ = {chi:g} on rank 1, mode exact", 0.4, True, True),
+    ("both equally fast again", 0.2, False, True),
 )
 
 
@@ -73,17 +65,12 @@ def run(options: argparse.Namespace) -> int:
         value = getattr(options, name)
         if not least <= value <= most:
             raise CommandError(f"--{name} {value:g} is not allowed: a number from {least:g} to {most:g} is needed")
-    console = need("rich.console", "cli").Console()
-    path = _new_file(options.folder)
-    steps = _Steps(options.chi)
-    phases = [(phase.share, {1: options.chi} if phase.is_slow else {}, phase.is_balanced) for phase in PHASES]
+    screen, path, steps = console(), _new_file(options.folder), _Steps(options.chi)
+    phases = [(share, {1: options.chi} if is_slow else {}, is_balanced) for _, share, is_slow, is_balanced in PHASES]
     with StartedRanks(_train, 2, phases, time.time(), options.seconds, str(path)) as ranks:
-        if console.is_terminal:
-            _show(ranks, steps, live.Group(path), console)
-        else:
-            _print_phases(ranks, steps)
-    console.print(steps.table())
-    print("\n".join(["", *steps.picture(), *steps.disturbances, _NEXT.format(folder=path.parent)]))
+        _show(ranks, steps, live.Group(path), screen)
+    screen.print(steps.table())
+    print("\n".join([*steps.disturbances, _NEXT.format(folder=path.parent)]))
     return 0
 
 
@@ -119,7 +106,7 @@ class _Steps:
         return f"phase {number + 1} of {len(PHASES)}: {self.text(number)}"
 
     def text(self, number: int) -> str:
-        return PHASES[number].what.format(chi=self._chi)
+        return PHASES[number][0].format(chi=self._chi)
 
     def usual_s(self, number: int) -> float:
         """Seconds of a step in the second half of a phase, in which all that moves has moved."""
@@ -135,49 +122,31 @@ class _Steps:
         return ["Other programs kept this machine busy, as even steps differ: run it again when it is idle."]
 
     def table(self) -> Any:
-        """What a terminal shows of the phases."""
-        table = need("rich.table", "cli").Table(box=None, pad_edge=False)
-        for heading in ("phase", "a step", "of the even one", "faster than off"):
-            table.add_column(heading, justify="left" if heading == "phase" else "right")
+        """What a terminal shows of the phases, with a character for a fifteenth of each."""
         even_s, off_s = self.usual_s(0), self.usual_s(1)
-        for number in range(len(PHASES)):
-            step_s = self.usual_s(number)
+        most_s = max((step_s for _, step_s in self.updates), default=math.nan)
+        rows = []
+        for number, step_s in enumerate(map(self.usual_s, range(len(PHASES)))):
+            steps_s = [each_s for phase, each_s in self.updates if phase == number]
+            places = [at * len(steps_s) // _NUM_SPARKS for at in range(_NUM_SPARKS if steps_s else 0)]
+            drawn = live.blocks([steps_s[place] for place in places], most_s)
             faster = f"{off_s / step_s:.2f} times" if number == 2 else ""
-            table.add_row(self.text(number), duration_text(step_s), f"{step_s / even_s:.2f}", faster)
-        return table
-
-    def picture(self) -> list[str]:
-        """The step over the time of the run in characters, and below it where each phase begins."""
-        whole_s = sum(step_s for _, step_s in self.updates)
-        sampled: list[tuple[int, float]] = []
-        passed_s = 0.0
-        for number, step_s in self.updates:
-            passed_s += step_s
-            sampled += [(number, step_s)] * (round(_NUM_SPARKS * passed_s / whole_s) - len(sampled))
-        numbers = [number for number, _ in sampled]
-        names = ""
-        for number in sorted(set(numbers)):
-            names = names[: numbers.index(number)].ljust(numbers.index(number)) + f"│{PHASES[number].name}"
-        return [f"step  {live.sparkline([step_s for _, step_s in sampled])}", f"      {names}"]
+            rows.append((self.text(number), drawn, duration_text(step_s), f"{step_s / even_s:.2f}", faster))
+        headings = ("phase", "steps", "a step", "of the even one", "faster than off")
+        return table_of(headings, rows, numbers=headings[2:])
 
 
-def _show(ranks: StartedRanks, steps: _Steps, group: live.Group, console: Any) -> None:
-    group_of, text_of = need("rich.console", "cli"), need("rich.text", "cli")
-
-    def view() -> Any:
-        return group_of.Group(text_of.Text(steps.phase, style="bold"), live.shown([group], console.width))
-
-    with need("rich.live", "cli").Live(view(), console=console, auto_refresh=False, transient=True) as shown:
-        while not ranks.have_ended:
-            steps.updates += ranks.received(_LOOK_EVERY_S)
-            group.look()
-            shown.update(view(), refresh=True)
-
-
-def _print_phases(ranks: StartedRanks, steps: _Steps) -> None:
+def _show(ranks: StartedRanks, steps: _Steps, group: live.Group, screen: Any) -> None:
+    group_of, text_of = need("rich.console", "cli").Group, need("rich.text", "cli").Text
+    view = need("rich.live", "cli").Live(console=screen, auto_refresh=False, transient=True)
     said = ""
-    while not ranks.have_ended:
-        if steps.phase != said:
-            said = steps.phase
-            print(said, flush=True)
-        steps.updates += ranks.received(_LOOK_EVERY_S)
+    with view if screen.is_terminal else nullcontext():
+        while not ranks.have_ended:
+            if screen.is_terminal:
+                group.look()
+                phase = text_of(steps.phase, style="bold")
+                view.update(group_of(phase, live.shown([group], screen.width)), refresh=True)
+            elif steps.phase != said:
+                said = steps.phase
+                print(said, flush=True)
+            steps.updates += ranks.received(_LOOK_EVERY_S)

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
 from collections import deque
+from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from zeroresize.commands.errors import need
 from zeroresize.commands.statuses import StatusReader, changes_of, files_of
+from zeroresize.commands.tables import console, table_of
 from zeroresize.status import HEADINGS, Status
+from zeroresize.utils.extras import need
 from zeroresize.utils.texts import duration_text
 
 #: Seconds between two looks, and between two lines off a terminal.
@@ -30,24 +32,42 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    rich_console = need("rich.console", "cli")
-    console = rich_console.Console()
-    groups = [Group(path) for path in files_of(options.run)]
+    screen, groups = console(), [Group(path) for path in files_of(options.run)]
     for group in groups:
         group.look()
     if options.once:
-        console.print(shown(groups, console.width))
+        screen.print(shown(groups, screen.width))
         return 0
-    if not console.is_terminal:
-        return _lines(groups)
-    live = need("rich.live", "cli")
-    with live.Live(shown(groups, console.width), console=console, auto_refresh=False) as view:
-        while not all(group.has_ended for group in groups):
+    live = need("rich.live", "cli").Live(shown(groups, screen.width), console=screen, auto_refresh=False)
+    said: dict[Path, int] = {}
+    with live if screen.is_terminal else nullcontext():
+        printed = -math.inf
+        while True:
+            have_ended = all(group.has_ended for group in telling(groups))
+            if screen.is_terminal:
+                live.update(shown(groups, screen.width), refresh=True)
+            elif have_ended or time.monotonic() - printed >= _LINE_EVERY_S:
+                printed = time.monotonic()
+                _print_lines(groups, said)
+            if have_ended:
+                return 0
             time.sleep(_LOOK_EVERY_S)
             for group in groups:
                 group.look()
-            view.update(shown(groups, console.width), refresh=True)
-    return 0
+
+
+def _print_lines(groups: list[Group], said: dict[Path, int]) -> None:
+    """Print a line of each group that has told anything since the step that was said last."""
+    for group in groups:
+        status = group.newest
+        if status is not None and said.get(group.path) != status.step:
+            said[group.path] = status.step
+            slow = "".join(
+                f"; rank {each.rank} {1.0 / each.speed:.2f} times slower"
+                for each in status.ranks
+                if each.slow_since is not None
+            )
+            print(f"{status.headline}{slow}", flush=True)
 
 
 class Group:
@@ -79,52 +99,36 @@ class Group:
         return "" if self.newest is None else f"{duration_text(max(time.time() - self.newest.time, 0.0))} ago"
 
 
+def telling(groups: list[Group]) -> list[Group]:
+    """Return the groups that have a status; of a run's folder other files tell none. All, before any has."""
+    return [group for group in groups if group.newest is not None] or groups
+
+
 def shown(groups: list[Group], width: int) -> Any:
     """Return what a terminal shows of all groups; bold and dim alone, which any background bears."""
-    group_of, table_of, text_of = (need(f"rich.{name}", "cli") for name in ("console", "table", "text"))
+    group_of, text_of = need("rich.console", "cli").Group, need("rich.text", "cli").Text
     parts: list[Any] = []
-    for group in groups:
+    for group in telling(groups):
         status = group.newest
         if status is None:
-            parts.append(text_of.Text(f"{group.path}: nothing yet", style="dim"))
+            parts.append(text_of(f"{group.path}: nothing yet", style="dim"))
             continue
-        parts.append(text_of.Text(status.headline, style="bold"))
-        parts.append(text_of.Text(f"{group.path}, {group.age}", style="dim"))
-        table = table_of.Table(box=None, pad_edge=False)
-        for heading in HEADINGS:
-            table.add_column(heading, justify="right" if heading in HEADINGS[:4] else "left")
-        for rank, row in zip(status.ranks, status.rows, strict=True):
-            table.add_row(*row, style="" if rank.slow_since is None else "bold")
-        parts += [table] if status.ranks else []
+        parts += [text_of(status.headline, style="bold"), text_of(f"{group.path}, {group.age}", style="dim")]
+        if status.ranks:
+            slow = [place for place, rank in enumerate(status.ranks) if rank.slow_since is not None]
+            parts.append(table_of(HEADINGS, status.rows, numbers=HEADINGS[:4], bold=slow))
         if group.steps_s:
-            parts.append(text_of.Text(f"step {sparkline(list(group.steps_s)[-max(width - 40, 8) :])}"))
-        parts += [text_of.Text(decision, style="dim") for decision in group.decisions]
-    return group_of.Group(*parts)
+            parts.append(text_of(f"step {sparkline(list(group.steps_s)[-max(width - 40, 8) :])}"))
+        parts += [text_of(decision, style="dim") for decision in group.decisions]
+    return group_of(*parts)
 
 
 def sparkline(seconds: list[float]) -> str:
     """Return a character for each number, from 0 up, and the largest and the last in words."""
     most = max(seconds)
-    blocks = "".join(_SPARKS[min(int(len(_SPARKS) * each / most), len(_SPARKS) - 1)] for each in seconds)
-    return f"{blocks}  now {duration_text(seconds[-1])}, at most {duration_text(most)}"
+    return f"{blocks(seconds, most)}  now {duration_text(seconds[-1])}, at most {duration_text(most)}"
 
 
-def _lines(groups: list[Group]) -> int:
-    said: dict[Path, int] = {}
-    while True:
-        for group in groups:
-            status = group.newest
-            if status is not None and said.get(group.path) != status.step:
-                said[group.path] = status.step
-                are_slow = [each for each in status.ranks if each.slow_since is not None]
-                slow = ", ".join(f"rank {each.rank} {1.0 / each.speed:.2f} times slower" for each in are_slow)
-                print(f"{status.headline}{f'; {slow}' if slow else ''}", flush=True)
-        if all(group.has_ended for group in groups):
-            return 0
-        waited_s = 0.0
-        while waited_s < _LINE_EVERY_S and not all(group.has_ended for group in groups):
-            time.sleep(_LOOK_EVERY_S)
-            waited_s += _LOOK_EVERY_S
-            for group in groups:
-                group.look()
-        sys.stdout.flush()
+def blocks(numbers: Iterable[float], most: float) -> str:
+    """Return a character for each number of 0 to ``most``."""
+    return "".join(_SPARKS[min(int(len(_SPARKS) * each / most), len(_SPARKS) - 1)] for each in numbers)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from zeroresize.commands.errors import need
-from zeroresize.commands.statuses import changes_of
+from zeroresize.commands.statuses import changes_of, of_all_ranks
 from zeroresize.status import Status
+from zeroresize.utils.extras import need
 
 _LINES = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 3)), (0, (7, 2, 1, 2)), (0, (3, 1, 1, 1)))
 _HATCHES = ("", "///", "...", "xxx", "\\\\\\", "++", "oo", "--")
@@ -24,8 +24,8 @@ def drawn(draw: Callable[[Any], None], title: str, ylabel: str) -> str:
     figures = need("matplotlib.figure", "report")
     settings = {"svg.fonttype": "none", "svg.hashsalt": "zeroresize", "font.size": 9, "hatch.linewidth": 0.5}
     with matplotlib.rc_context(settings):
-        figure = figures.Figure(figsize=_INCHES, layout="constrained")
-        axes = figure.subplots()
+        figure = figures.Figure(figsize=_INCHES)
+        axes = figure.subplots(gridspec_kw={"left": 0.08, "right": 0.8, "bottom": 0.18})  # alike, one below the other
         draw(axes)
         axes.set(xlabel="step", ylabel=ylabel, title=title)
         axes.margins(x=0.0)
@@ -55,25 +55,40 @@ def of_steps(statuses: Sequence[Status]) -> str:
     return drawn(draw, "Step time, with a line where work was divided otherwise", "milliseconds")
 
 
+def of_runs(runs: Mapping[str, Sequence[Status]]) -> str:
+    """What steps took in several runs, by their names."""
+
+    def draw(axes: Any) -> None:
+        for place, (name, statuses) in enumerate(runs.items()):
+            steps_ms = [1e3 * status.step_s for status in statuses]
+            axes.plot([status.step for status in statuses], steps_ms, label=name, **_line(place))
+        axes.set_ylim(bottom=0.0)
+
+    return drawn(draw, "Step time of each run", "milliseconds")
+
+
 def of_ranks(statuses: Sequence[Status], what: str, title: str, ylabel: str) -> str:
     """One number of each rank over steps, or of those that were slow, where there are many."""
-    known = [status for status in statuses if status.ranks]
+    known = of_all_ranks(statuses)
     ranks = chosen_ranks(known)
 
     def draw(axes: Any) -> None:
         steps = [status.step for status in known]
         for place, rank in enumerate(ranks):
             numbers = [getattr(status.ranks[rank], what) for status in known]
-            grey = str(0.6 * (place % 4) / 3)
-            axes.plot(steps, numbers, color=grey, ls=_LINES[place % len(_LINES)], lw=1.4, label=f"rank {rank}")
+            axes.plot(steps, numbers, label=f"rank {rank}", **_line(place))
         axes.set_ylim(bottom=0.0)
 
     return drawn(draw, title, ylabel)
 
 
+def _line(place: int) -> dict[str, Any]:
+    return {"color": str(0.6 * (place % 4) / 3), "ls": _LINES[place % len(_LINES)], "lw": 1.4}
+
+
 def of_shares(statuses: Sequence[Status]) -> str:
     """Where the work is: each rank's share, one on the other."""
-    known = [status for status in statuses if status.ranks]
+    known = of_all_ranks(statuses)
     num_ranks = len(known[-1].ranks)
     if num_ranks > _MOST_LINES:
         return of_ranks(statuses, "share", "Work of each rank, of an even share", "share")

@@ -19,8 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zeroresize.commands.errors import CommandError, need
+from zeroresize.commands.errors import CommandError
 from zeroresize.commands.ranks import LIMIT, Member, StartedRanks, member_of_job
+from zeroresize.commands.tables import console, table_of
 from zeroresize.config import BalanceConfig
 from zeroresize.utils.usual import middle_of, usual_of_others
 
@@ -72,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
     if not _LEAST_S <= options.seconds <= _MOST_S:
         limits = f"a number from {_LEAST_S:g} to {_MOST_S:g} is needed"
         raise CommandError(f"--seconds {options.seconds:g} is not allowed: {limits}")
-    console = need("rich.console", "cli").Console()
+    screen = console()
     member = member_of_job()
     tells = member is None or member.rank == 0
     if tells:
@@ -80,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
     readings = _of_this_machine(options.seconds) if member is None else measure(member, options.seconds)
     slow = slow_ranks(readings)
     if tells:
-        console.print(_table(readings))
+        screen.print(_table(readings))
         lines = [_line(readings[rank], times) for rank, times in slow.items()]
         print("\n".join(lines) or "no rank is slower than the others by more than noise", flush=True)
         if options.json is not None:
@@ -201,15 +202,19 @@ def _send_readings(member: Member, send: Callable[[Any], None], seconds: float) 
 
 
 def _table(readings: Sequence[Reading]) -> Any:
-    table = need("rich.table", "cli").Table(box=None, pad_edge=False)
     shown = [what for what in _TEXTS if any(what in reading.per_second for reading in readings)]
-    for heading in ("rank", "node", "device", *shown, "free memory"):
-        table.add_column(heading.replace("link", "to next rank"), no_wrap=True)
-    for each in readings:
-        rates = (_rate(each.per_second[what], _UNITS[what]) if what in each.per_second else "" for what in shown)
-        free = "" if each.free_bytes is None else _rate(each.free_bytes, "B")
-        table.add_row(str(each.rank), each.node, each.device, *rates, free)
-    return table
+    headings = [what.replace("link", "to next rank") for what in ("rank", "node", "device", *shown, "free memory")]
+    rows = [
+        (
+            str(each.rank),
+            each.node,
+            each.device,
+            *(_rate(each.per_second[what], _UNITS[what]) if what in each.per_second else "" for what in shown),
+            "" if each.free_bytes is None else _rate(each.free_bytes, "B"),
+        )
+        for each in readings
+    ]
+    return table_of(headings, rows, numbers=headings[3:])
 
 
 def _rate(value: float, unit: str) -> str:

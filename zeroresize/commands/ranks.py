@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 from zeroresize.commands.errors import CommandError
@@ -111,27 +110,26 @@ class StartedRanks:
 
     def __init__(self, work: Callable[..., None], num_ranks: int, *arguments: Any) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="zeroresize_ranks_")
-        self._processes: dict[Connection, multiprocessing.process.BaseProcess] = {}
-        self._running: set[Connection] = set()
+        self._running: dict[Connection, multiprocessing.process.BaseProcess] = {}
         context = multiprocessing.get_context("spawn")
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # ranks inherit it: Ctrl-C is for this process alone
         try:
             for rank in range(num_ranks):
                 receiver, sender = context.Pipe(duplex=False)
-                arguments_of_rank = (work, rank, num_ranks, self._folder.name, sender, arguments)
-                process = context.Process(target=_run_rank, args=arguments_of_rank, name=f"rank {rank}", daemon=True)
+                of_rank = (work, rank, num_ranks, f"{self._folder.name}/store", sender, arguments)
+                process = context.Process(target=_run_rank, args=of_rank, name=f"rank {rank}", daemon=True)
                 process.start()
                 sender.close()  # the rank has the only end: its death ends the pipe
-                self._processes[receiver] = process
-                self._running.add(receiver)
+                self._running[receiver] = process
         finally:
             signal.signal(signal.SIGINT, handler)
+        self._processes = list(self._running.values())
 
     def __enter__(self) -> StartedRanks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._processes.values():
+        for process in self._processes:
             process.kill()
             process.join()
         self._folder.cleanup()
@@ -152,25 +150,19 @@ class StartedRanks:
             try:
                 sent.append(pipe.recv())
             except EOFError:
-                self._running.remove(pipe)
-                self._require_sound(pipe)
+                self._running.pop(pipe).join()
+        error = next((each for each in sent if isinstance(each, CommandError)), None)
+        if error is not None or any(process.exitcode for process in self._processes):
+            for process in self._processes:  # one that was killed is why others fail
+                process.join(_GRACE.total_seconds())
+            status, name = min((process.exitcode or 0, process.name) for process in self._processes)
+            how = f"was ended by {signal.Signals(-status).name}" if status < 0 else "failed before it began"
+            raise CommandError(f"{name} {how}") if status < 0 or error is None else error
         return sent
-
-    def _require_sound(self, pipe: Connection) -> None:
-        self._processes[pipe].join()
-        if self._processes[pipe].exitcode == 0:
-            return
-        for process in self._processes.values():  # it may have failed as another one was killed
-            process.join(_GRACE.total_seconds())
-        process = min(self._processes.values(), key=lambda process: process.exitcode or 0)
-        if (status := process.exitcode or 0) >= 0:
-            process = self._processes[pipe]
-            raise CommandError(f"{process.name} failed: {Path(self._folder.name, process.name).read_text()}")
-        raise CommandError(f"{process.name} was ended by {signal.Signals(-status).name}")
 
 
 def _run_rank(
-    work: Callable[..., None], rank: int, num_ranks: int, folder: str, pipe: Connection, arguments: Sequence[Any]
+    work: Callable[..., None], rank: int, num_ranks: int, store: str, pipe: Connection, arguments: Sequence[Any]
 ) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     loopback = "lo0" if sys.platform == "darwin" else "lo"
@@ -178,11 +170,10 @@ def _run_rank(
     try:
         from torch.distributed import FileStore
 
-        work(Member(rank, num_ranks, rank, FileStore(f"{folder}/store", num_ranks)), pipe.send, *arguments)
+        work(Member(rank, num_ranks, rank, FileStore(store, num_ranks)), pipe.send, *arguments)
     except Exception as error:
         kind = "" if isinstance(error, CommandError) else f"{type(error).__name__}: "
-        Path(folder, f"rank {rank}").write_text(kind + str(error).partition("\n")[0])
-        sys.exit(1)
+        pipe.send(CommandError(f"rank {rank} failed: {kind}{str(error).partition(chr(10))[0]}"))
 
 
 def _end_with_parent() -> None:

@@ -1,24 +1,29 @@
 """Tell of one or more runs in one HTML file: did balancing pay, who was slow and when, where the work was, and why.
 
 RUN is what `zeroresize live` reads: a file that a job wrote by on_status=zr.JsonLinesTelemetry(path), or a folder of
-such files. The page needs no server and no network.
+such files. Several runs are compared, also by the accuracies and losses that a summary.json beside such a file has. The
+page needs no server and no network.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import os
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from zeroresize.commands import pictures
-from zeroresize.commands.errors import CommandError, need
-from zeroresize.commands.statuses import changes_of, statuses_of
-from zeroresize.status import HEADINGS, Status
+from zeroresize.commands.errors import CommandError
+from zeroresize.commands.statuses import changes_of, of_all_ranks, statuses_of
+from zeroresize.commands.tables import console, table_of
+from zeroresize.status import HEADINGS, RankStatus, Status
+from zeroresize.utils.extras import need
 from zeroresize.utils.texts import CAUSES, duration_text, percent_text
 
+_SHARES = ("least share", "dropped")
 _TEMPLATE = Path(__file__).with_name("report.html.j2")
 
 
@@ -28,35 +33,52 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    runs = [Run(str(path), statuses) for path, statuses in statuses_of(options.run).items()]
+    runs = runs_of(options.run)
     page = page_of(runs)
     try:
         options.out.write_text(page, encoding="utf-8")
     except OSError as error:
         raise CommandError(f"--out={options.out} cannot be written: {error.strerror}") from error
+    if len(runs) > 1:
+        headings, *rows = compared(runs)
+        console().print(table_of(headings, rows, numbers=headings[1:]))
     for each in runs:
         print(f"{each.name}: {each.verdict}")
     print(f"written to {options.out}")
     return 0
 
 
-@dataclass(frozen=True)
-class Slowness:
-    """A time for which a rank was slow."""
+def runs_of(paths: Sequence[str]) -> list[Run]:
+    """Return the runs of these files and folders, each named by its folder where several have other ones."""
+    of_file = statuses_of(paths)
+    names = {path: path.parent if path.name == "status.jsonl" else path for path in of_file}
+    if len(names) > 1:
+        common = os.path.commonpath(path.parent for path in names.values())
+        names = {path: Path(os.path.relpath(name, common)) for path, name in names.items()}
+    return [Run(str(names[path]), statuses, scores_of(path)) for path, statuses in of_file.items()]
 
-    rank: int
-    from_step: int
-    to_step: int
-    times: float
-    cause: str
-    cost_s: float
+
+def scores_of(path: Path) -> dict[str, float]:
+    """Return accuracies and losses by name, as ``summary.json`` beside a file has them, where it is there."""
+    try:
+        summary = json.loads(path.with_name("summary.json").read_text(encoding="utf-8"))
+        numbers = {name: value for name, value in summary.items() if isinstance(value, int | float)}
+    except (OSError, ValueError, AttributeError):
+        return {}
+    return {name: value for name, value in numbers.items() if name.endswith(("accuracy", "loss"))}
 
 
 class Run:
     """What one file of statuses tells."""
 
-    def __init__(self, name: str, statuses: Sequence[Status]) -> None:
-        self.name, self.statuses, self.last = name, statuses, statuses[-1]
+    def __init__(self, name: str, statuses: Sequence[Status], scores: Mapping[str, float]) -> None:
+        self.name, self.statuses, self.last, self.scores = name, statuses, statuses[-1], scores
+        self.steps_s = sorted(each.step_s for each in statuses if not math.isnan(each.step_s)) or [math.nan]
+        self.middle_s = statistics.median(self.steps_s)
+        shares = [[rank.share for rank in status.ranks] for status in of_all_ranks(statuses)]
+        #: On average over the run, of an even share: what the rank computed that was relieved most, and nobody did.
+        self.least_share = min(map(statistics.fmean, zip(*shares, strict=True)), default=math.nan)
+        self.dropped = max(1.0 - statistics.fmean(map(statistics.fmean, shares)), 0.0) if shares else math.nan
 
     @property
     def verdict(self) -> str:
@@ -78,35 +100,35 @@ class Run:
         )
 
     @property
-    def end(self) -> str:
-        """Whether it has ended, as far as it says so."""
-        return "has ended" if self.last.state == "ended" else f"last heard of at step {self.last.step}"
-
-    @property
     def facts(self) -> list[tuple[str, str]]:
         """Numbers of the whole run, by name."""
-        steps_s = sorted(status.step_s for status in self.statuses if not math.isnan(status.step_s)) or [math.nan]
-        middle_s = statistics.median(steps_s)
+        steps_s = self.steps_s[0], self.middle_s, self.steps_s[-1]
+        end = "has ended" if self.last.state == "ended" else f"last heard of at step {self.last.step}"
         return [
-            ("steps", f"{self.last.step}, {self.end}"),
+            ("steps", f"{self.last.step}, {end}"),
             ("time", duration_text(self.last.time - self.statuses[0].time)),
             ("ranks", str(len(self.last.ranks))),
-            ("a step: shortest, middle, longest", ", ".join(map(duration_text, (steps_s[0], middle_s, steps_s[-1])))),
+            ("a step: shortest, middle, longest", ", ".join(map(duration_text, steps_s))),
             ("saved", duration_text(self.last.saved_s)),
             ("cost of slow ranks", duration_text(self.last.cost_s)),
+            *((name, score_text(name, score)) for name, score in self.scores.items()),
         ]
 
     @property
-    def slownesses(self) -> list[Slowness]:
-        """Who was slow from which step to which, in order."""
-        seen: dict[tuple[int, int], Slowness] = {}
+    def slow(self) -> list[tuple[str, ...]]:
+        """Texts of each time that a rank was slow: which, from and to which step, how slow, why, at what cost."""
+        seen: dict[tuple[int, int], list[tuple[int, RankStatus]]] = {}
         for status in self.statuses:
             for each in status.ranks:
                 if each.slow_since is not None:
-                    cause = CAUSES.get(each.cause, each.cause)
-                    key = each.rank, each.slow_since
-                    seen[key] = Slowness(*key, status.step, 1.0 / each.speed, cause, each.cost_s)
-        return sorted(seen.values(), key=lambda each: (each.from_step, each.rank))
+                    seen.setdefault((each.slow_since, each.rank), []).append((status.step, each))
+        rows = []
+        for (since, rank), times in sorted(seen.items()):
+            slowness = statistics.median(1.0 / each.speed for _, each in times)
+            to_step, last = times[-1]
+            texts = CAUSES.get(last.cause, last.cause), duration_text(last.cost_s)
+            rows.append((str(rank), str(since), str(to_step), f"{slowness:.2f}", *texts))
+        return rows
 
     @property
     def decisions(self) -> list[tuple[int, str]]:
@@ -117,17 +139,37 @@ class Run:
     def pictures(self) -> list[str]:
         """SVGs: steps, ranks' speeds, where the work is."""
         svgs = [pictures.of_steps(self.statuses)]
-        if any(status.ranks for status in self.statuses):
+        if self.last.ranks:
             svgs.append(pictures.of_ranks(self.statuses, "speed", "Speed of each rank, of the fastest", "speed"))
             if self.last.kind != "nothing":
                 svgs.append(pictures.of_shares(self.statuses))
         return svgs
 
 
+def compared(runs: Sequence[Run]) -> list[list[str]]:
+    """Return headings, and of each run how long its steps were, what was computed elsewhere, and its scores."""
+    scores = sorted({name for run in runs for name in run.scores})
+    steps_s = [run.middle_s for run in runs if not math.isnan(run.middle_s)] or [math.nan]
+    rows = [["run", "steps", "a step", "of the shortest", "faster than the longest", *_SHARES, "saved", *scores]]
+    for run in runs:
+        ratios = run.middle_s / min(steps_s), max(steps_s) / run.middle_s
+        numbers = (f"{each:.2f}" for each in (*ratios, run.least_share, run.dropped))
+        scored = (score_text(name, run.scores[name]) if name in run.scores else "" for name in scores)
+        saved = duration_text(run.last.saved_s)
+        rows.append([run.name, str(run.last.step), duration_text(run.middle_s), *numbers, saved, *scored])
+    return rows
+
+
+def score_text(name: str, score: float) -> str:
+    """Return an accuracy in per cent, a loss as it is."""
+    return f"{100 * score:.1f} %" if name.endswith("accuracy") else f"{score:.4g}"
+
+
 def page_of(runs: Sequence[Run]) -> str:
     """Return the HTML page of these runs."""
     jinja2 = need("jinja2", "report")
     strict = {"undefined": jinja2.StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
-    environment = jinja2.Environment(autoescape=True, **strict)
-    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
-    return str(template.render(runs=runs, headings=HEADINGS, duration=duration_text))
+    template = jinja2.Environment(autoescape=True, **strict).from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    table = compared(runs) if len(runs) > 1 else []
+    svg = pictures.of_runs({run.name: run.statuses for run in runs}) if table else ""
+    return str(template.render(runs=runs, table=table, svg=svg, headings=HEADINGS))

@@ -14,21 +14,23 @@ from zeroresize.status import Status
 _ALIKE = 0.02
 
 
-def files_of(paths: Sequence[str]) -> list[Path]:
-    """Return these files, and of folders all ``*.jsonl`` in them at any depth.
+def files_of(paths: Sequence[str], suffixes: tuple[str, ...] = (".jsonl",)) -> list[Path]:
+    """Return these files, and of folders all with such names, at any depth.
 
     Raises:
         CommandError: naming what is not there, or a folder without any.
     """
     files: list[Path] = []
     for path in map(Path, paths):
-        below = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path] if path.exists() else []
-        if not below:
+        inside = [each for each in sorted(path.rglob("*")) if each.name.endswith(suffixes)]
+        if not (inside or path.is_file()):
             raise CommandError(
                 f"{path}: no file of lines of JSON is there: a job writes one by Balancer(…, on_status="
                 "zr.JsonLinesTelemetry(path)), and so by zr.watch and DataBalancer"
+                if len(suffixes) == 1
+                else f"{path}: no trace (.json, .json.gz) and no file of status (.jsonl) is there"
             )
-        files += below
+        files += inside or [path]
     return files
 
 
@@ -85,3 +87,8 @@ def changes_of(statuses: Iterable[Status]) -> Iterator[tuple[Status, Status]]:
         shares = zip(before.ranks, after.ranks, strict=False)
         if any(abs(now.share - then.share) > _ALIKE for then, now in shares):
             yield before, after
+
+
+def of_all_ranks(statuses: Sequence[Status]) -> list[Status]:
+    """Return those that tell of as many ranks as the last one does, of which there are any."""
+    return [status for status in statuses if status.ranks and len(status.ranks) == len(statuses[-1].ranks)]

@@ -156,6 +156,13 @@ def _waits(key: tuple[str, str], of_rank: dict[int, RankTrace], numbers: Sequenc
     return waits_s
 
 
+def is_trace(path: Path) -> bool:
+    """Whether a file begins as a trace does, and not as other JSON that lies in a run's folder."""
+    with path.open("rb") as file:
+        head = file.read(2**16)
+    return path.suffix == ".gz" or b'"schemaVersion"' in head or b'"traceEvents"' in head
+
+
 def _read(path: Path) -> RankTrace:
     try:
         raw = path.read_bytes()

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zeroresize.commands.errors import CommandError, need
-from zeroresize.commands.statuses import statuses_of
-from zeroresize.commands.traces import Job, job_of
+from zeroresize.commands.errors import CommandError
+from zeroresize.commands.statuses import files_of, statuses_of
+from zeroresize.commands.tables import console, table_of
+from zeroresize.commands.traces import Job, is_trace, job_of
 from zeroresize.config import BalanceConfig
 from zeroresize.plan.ownership import SegmentWork
 from zeroresize.policy.moves.move_cost import MoveCost
@@ -35,6 +36,8 @@ _LEAST = 0.05
 _NUM_UNITS, _NUM_UPDATES = 1024, 30
 #: By how many times as long as the others a step takes, each shade from so much on.
 _SHADES = {0.0: "·", 1.1: "░", 1.25: "▒", 1.6: "▓", 2.5: "█"}
+#: Of a line of the map.
+_MOST_CELLS = 110
 BY_SPEED = "work by speed"
 
 
@@ -53,9 +56,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    console = need("rich.console", "cli").Console(highlight=False, markup=False, emoji=False)
     for job in jobs_of(options.trace):
-        show(job, console)
+        show(job, console())
     return 0
 
 
@@ -65,14 +67,11 @@ def jobs_of(names: Sequence[str]) -> list[Job]:
     Raises:
         CommandError: naming a file that is neither, or is not there.
     """
-    files: list[Path] = []
-    for path in map(Path, names):
-        inside = [each for each in sorted(path.rglob("*")) if each.name.endswith((".json", ".json.gz", ".jsonl"))]
-        files += [path] if path.is_file() else inside
-        if not (path.is_file() or inside):
-            raise CommandError(f"{path}: no trace (.json, .json.gz) and no file of status (.jsonl) is there")
-    traces = [file for file in files if file.suffix != ".jsonl"]
-    statuses = [str(file) for file in files if file.suffix == ".jsonl"]
+    files = [str(file) for file in files_of(names, (".json", ".json.gz", ".jsonl"))]
+    statuses = [file for file in files if file.endswith(".jsonl")]
+    traces = [Path(file) for file in files if file not in statuses and (file in names or is_trace(Path(file)))]
+    if not (traces or statuses):
+        raise CommandError(f"{', '.join(names)}: no trace of torch.profiler is there: export_chrome_trace writes one")
     jobs = [job_of(traces)] if traces else []
     return jobs + [_job_of_statuses(*of_file) for of_file in (statuses_of(statuses) if statuses else {}).items()]
 
@@ -167,14 +166,14 @@ def advice(job: Job, stragglers: Sequence[Straggler], savings: dict[str, float])
     return f"It will pay while this lasts: {said}, and steps get shorter by up to {most} {way}."
 
 
-def show(job: Job, console: Any) -> None:
+def show(job: Job, screen: Any) -> None:
     """Print what is known of a job; shades are characters, in no colour."""
     numbers, can_compare = job.numbers, len(job.ranks) > 1
     stragglers, savings = (stragglers_of(job), savings_of(job)) if can_compare else ([], {})
     title = f"{named_ranks(job.ranks)}; steps {numbers[0]} to {numbers[-1]}; {job.name}"
-    console.print(title, style="bold", soft_wrap=True)
+    screen.print(title, style="bold", soft_wrap=True)
     for note in job.notes:
-        console.print(f"note: {note}", style="dim", soft_wrap=True)
+        screen.print(f"note: {note}", style="dim", soft_wrap=True)
     rows: list[tuple[str, ...]]
     if can_compare:
         rows = [
@@ -187,35 +186,32 @@ def show(job: Job, console: Any) -> None:
             )
             for rank, times, slow, cause, late_s in stragglers
         ]
-        _show_table(console, ("straggler", "times as long", "because of", "in steps", "late by, each"), rows)
-        _show_map(console, job)
+        _show_table(screen, ("straggler", "times as long", "because of", "in steps", "late by, each"), rows)
+        _show_map(screen, job)
     if can_compare and job.waits is not None:
         waits = sorted(job.waits.items(), key=lambda item: max(item[1].values()), reverse=True)
         rows = [(*key, *(_wait_text(of_rank, which) for which in (max, min))) for key, of_rank in waits]
-        _show_table(console, ("waits in group", "collective", "longest", "shortest"), rows)
+        _show_table(screen, ("waits in group", "collective", "longest", "shortest"), rows)
     if savings:
         shares = {name: percent_text(saved) for name, saved in savings.items()}
         texts = dict.fromkeys(shares.values())
         modes = [(", ".join(name for name in shares if shares[name] == text), text) for text in texts]
-        _show_table(console, ("divided, or mode", "saves of a step, at most"), modes)
-    console.print(f"\n{advice(job, stragglers, savings)}", style="bold", soft_wrap=True)
+        _show_table(screen, ("divided, or mode", "saves of a step, at most"), modes)
+    screen.print(f"\n{advice(job, stragglers, savings)}", style="bold", soft_wrap=True)
 
 
-def _show_table(console: Any, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = need("rich.table", "cli").Table(*headings, box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*row)
-    console.print("", table if rows else f"{headings[0]}: none", sep="\n")
+def _show_table(screen: Any, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    screen.print("", table_of(headings, rows) if rows else f"{headings[0]}: none", sep="\n")
 
 
-def _show_map(console: Any, job: Job) -> None:
-    per_cell = math.ceil(len(job.numbers) / max(console.width - 10, 8))
+def _show_map(screen: Any, job: Job) -> None:
+    per_cell = math.ceil(len(job.numbers) / min(max(screen.width - 10, 8), _MOST_CELLS))
     legend = ", ".join(f"{shade} {least:g}" for least, shade in _SHADES.items() if least)
-    console.print(f"\ntimes as long as the others, step by step: {legend} or more")
+    screen.print(f"\ntimes as long as the others, step by step: {legend} or more")
     for rank, times in zip(job.ranks, slowness_of(job), strict=True):
         cells = (max(times[place : place + per_cell]) for place in range(0, len(times), per_cell))
         shades = "".join([shade for least, shade in _SHADES.items() if each >= least][-1] for each in cells)
-        console.print(f"{f'rank {rank}':<9} {shades}")
+        screen.print(f"{f'rank {rank}':<9} {shades}")
 
 
 def _wait_text(seconds: dict[int, float], which: Any) -> str:

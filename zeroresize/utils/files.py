@@ -23,15 +23,15 @@ _numbers = itertools.count()
 class BestEffort:
     """Lets the caller go on where something cannot be written: it is lost, with one warning that names ``what``."""
 
-    def __init__(self, what: str) -> None:
-        self._what, self._has_failed = what, False
+    def __init__(self, what: str, failures: type[Exception] = OSError) -> None:
+        self._what, self._failures, self._has_failed = what, failures, False
 
     @contextmanager
     def writing(self, since: str) -> Iterator[None]:
         """Run a block that writes; ``since`` says what is lost first, as in "step 20"."""
         try:
             yield
-        except OSError as error:
+        except self._failures as error:
             if not self._has_failed:
                 logger.warning("%s is incomplete from %s on: %s", self._what, since, error)
             self._has_failed = True
