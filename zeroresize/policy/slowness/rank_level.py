@@ -61,6 +61,16 @@ class RankLevel:
     _num_learned: int = 1
 
     @property
+    def is_slow(self) -> bool:
+        """Whether it was told to be slow, and not yet that this is over."""
+        return self._level is not None
+
+    @property
+    def seems_slow(self) -> bool:
+        """Whether it is slow, or the newest window shows that it may be."""
+        return self.is_slow or self._lasts > 0
+
+    @property
     def times(self) -> float:
         """How many times as long as the others the rank takes; 1 where it is not slow."""
         return 1.0 if self._level is None else math.exp(self.meter.level)
