@@ -89,12 +89,12 @@ class Observer:
         if self.slowness is not None:
             # Ranks of a tensor-parallel group have the same batch, and more or fewer units where these do not divide.
             is_by_host = self._units is not None and self._units.shares == self._units.home
-            inputs = float(sum(self.monitor.state.num_tokens.values()))
+            num_tokens = sum(self.monitor.state.num_tokens.values())
             steps = []
             for step, waits_s in zip(self.monitor.last_read, self.monitor.last_waits, strict=True):
                 step = step.at_even_shares if is_by_host else step
                 products_s = step.gemm_s + step.gather_fill_s
-                steps.append(WatchedStep.of_times(step, products_s, 1.0, inputs, waits_s))
+                steps.append(WatchedStep.of_times(step, products_s, 1.0, num_tokens * step.shares.owned, waits_s))
             self.slowness.end_step(steps)
 
     def begin_step(self, num_steps: int, shares: Shares, *, is_forced: bool) -> None:

@@ -21,7 +21,7 @@ class CauseTexts:
 
 
 TEXTS_OF_CAUSES = {
-    "products": CauseTexts("matrix products", "its matrix products take longer", "check clocks and cooling of {node}"),
+    "products": CauseTexts("matrix products", "matrix products take longer", "check clocks and cooling of {node}"),
     "rest": CauseTexts(
         "other computing", "what it computes besides products takes longer", "look for other programs on {node}"
     ),

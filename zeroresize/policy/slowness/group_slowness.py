@@ -214,10 +214,6 @@ class GroupSlowness:
                     past.counted_s = excess_s
         return events + self._follow_past(as_they_are)
 
-    def forget_past(self) -> None:
-        """Compare no rank with what it took until now, as where work is divided otherwise from now on."""
-        self._past.begin_anew()
-
     @property
     def scores(self) -> tuple[float, ...]:
         """[R] the fastest rank's usual time as a share of each rank's own; empty before the first round."""
@@ -291,7 +287,7 @@ class GroupSlowness:
         step_s = max(window.step_s for window in windows)
         times = np.array([(window.busy_s, step_s, window.loader_s, window.products_s) for window in windows])
         works = np.array([(window.work, window.inputs) for window in windows])
-        change = self._past.update(times, works)
+        change = self._past.update(times, works, are_slow=tuple(self._slow))
         if self._past.times is None:
             self._links.clear()
             self._lasting.clear()
@@ -307,7 +303,7 @@ class GroupSlowness:
         for place, ranks in self._waiting.items():  # who comes last waits for what is sent alone
             sending_s = min(waits_s[rank].get(place, 0.0) for rank in ranks)
             link = self._links[place]
-            change = link.update(np.array([[usual_s[0] + sending_s]]), works.mean(axis=0, keepdims=True))
+            change = link.update(np.array([[sending_s]]), works.mean(axis=0, keepdims=True), usual_s[0])
             events += self._past_event(place, link.level, change, tuple(sorted(ranks)), "link")
         return events
 

@@ -41,12 +41,11 @@ def _of_event(event: SlownessEvent, report: WatchReport, compares_work: bool) ->
     now = f" now, {event.times_before:.2f} times before" if event.kind == "changes" else ""
     why, next_step = _why(slow, report, compares_work)
     return _joined(
-        f"rank {slow.rank} is {slow.times:.2f} times slower than the others{now}, since step {slow.since_step} "
-        f"({seconds_text(slow.seconds)}): {why}",
+        f"rank {slow.rank} is {slow.times:.2f} times slower than the others{now}, since step {slow.since_step}: {why}",
         next_step,
-        f"it has cost {seconds_text(slow.cost_s)} so far",
-        "" if slow.cause == "loader" else f"work by speed: steps {percent_text(report.share_saved)} shorter at most",
+        f"cost {seconds_text(slow.cost_s)}",
         _longest_wait(slow.rank, report),
+        "" if slow.cause == "loader" else f"work by speed: {percent_text(report.share_saved)} shorter steps at most",
     )
 
 
@@ -71,9 +70,9 @@ def _of_past(event: PastEvent, report: WatchReport, compares_work: bool) -> str:
             f"{event.times_before:.2f} times as long for {slow.num_steps} steps"
         )
     before = f"it was {event.times_before:.2f} times before" if event.kind == "changes" else ""
-    may_have_more = "" if compares_work or slow.place else "or they have more work"
+    may_have_more = "" if compares_work or slow.place else ", or they have more work"
     next_step = TEXTS_OF_CAUSES[slow.cause].next_step.format(node=_nodes(slow.ranks, report))
-    return _joined(past_line(slow, report), before, may_have_more, next_step)
+    return _joined(past_line(slow, report) + may_have_more, before, next_step)
 
 
 def past_line(slow: PastSlowness, report: WatchReport) -> str:
@@ -122,8 +121,8 @@ def _nodes(ranks: Iterable[int], report: WatchReport) -> str:
 
 
 def _longest_wait(late: int, report: WatchReport) -> str:
-    """Tell where another rank waits most."""
+    """Tell where another rank waits most, as a share of a step."""
     waits = [(s, rank, place) for rank, each in enumerate(report.waits_s) for place, s in each.items() if rank != late]
     seconds, rank, place = max(waits, default=(0.0, 0, ""))
     share = seconds / report.step_s
-    return f"rank {rank} waits for {place}: {percent_text(share)} of a step" if share >= LEAST_WAIT else ""
+    return f"rank {rank} waits {percent_text(share)} for {place}" if share >= LEAST_WAIT else ""

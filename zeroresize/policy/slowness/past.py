@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,6 +19,8 @@ from zeroresize.utils.usual import usual_of
 
 Times: TypeAlias = NDArray[np.floating[Any]]
 
+#: So many windows in a row must show a change: what disturbs all ranks alike, or links, comes and goes more often.
+_LASTING = 4
 #: A past is the usual of so many windows at first, and the mean of so many later.
 _FEWEST, _MEMORY = MOST_KEPT // 2, 2 * MOST_KEPT
 
@@ -40,19 +43,23 @@ class Past:
     def begin_anew(self) -> None:
         """Forget what was: times are not comparable any more."""
         self.times: Times | None = None
-        self.level = RankLevel(self._tolerance)
+        self.level = RankLevel(self._tolerance, _LASTING)
         self._works: Times | None = None
         self.ratios: Times = np.empty(0)
         self._new = deque[tuple[Times, Times]]()
         self._num_learned, self._num_unlike = _FEWEST, 0
 
-    def update(self, times: Times, works: Times) -> LevelChange | None:
+    def update(
+        self, times: Times, works: Times, beside_s: float = 0.0, are_slow: Sequence[int] = ()
+    ) -> LevelChange | None:
         """Take the next window; return what it changes.
 
         Args:
-            times: [R, C], seconds, above 0.
+            times: [R, C], seconds.
             works: [R, any], what times depend on, such as counted work, by which times are priced, and the elements of
                 the model's inputs; NaN where that is not known.
+            beside_s: of a step, which stays as it is; with it all times are above 0.
+            are_slow: ranks whose times belong to no past.
         """
         if self.times is None or self._works is None:
             self._new.append((times, works))
@@ -69,12 +76,13 @@ class Past:
             return None
         self._num_unlike = 0
         times = times / np.nan_to_num(ratios[:, :1], nan=1.0)
-        compared = times[:, :2] / self.times[:, :2]
+        compared = (times[:, :2] + beside_s) / (self.times[:, :2] + beside_s)
         self.ratios = compared[:, 0]
         change = self.level.update(math.log(min(usual_of(column.tolist()) for column in compared[are_like].T)))
         if self.level.is_slow:
             self._new.clear()
             return change
+        are_like[list(are_slow)] = False
         self._new.append((np.where(are_like[:, None], times, self.times), works))
         if len(self._new) > MOST_KEPT:
             self._num_learned = min(self._num_learned + 1, _MEMORY)
