@@ -16,7 +16,11 @@ from zeroresize.measure.step_timer import StepTimer
 
 def test_each_wait_is_that_of_its_group_or_for_its_peer(run_ranks):
     def run(rank, group):
-        mesh, pair, x = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp")), dist.new_group([0, 1]), torch.ones(4)
+        mesh, pair, x = (
+            init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp")),
+            dist.new_group([0, 1]),
+            torch.ones(4),
+        )
         timer = StepTimer(HostClock())
 
         def places(call):

@@ -34,7 +34,7 @@ _TIMED_EVERY = 5
 #: In a backward each product of a forward has two, of as many FLOPs: dgrad and wgrad.
 _PRODUCTS_OF_FORWARD = 3.0
 #: So many of the modules that multiply are timed, and stand for all, by the sizes of their weights.
-_MOST_PRODUCTS = 32
+_MOST_PRODUCTS = 16
 #: Of so many parameters, far from each other, any tells that a backward is under way.
 _MOST_PARAMETERS = 2
 

@@ -169,7 +169,8 @@ class RankMonitor:
 
     def calibrate(self) -> ResizingCost:
         """Measure and return what pruning costs on the shapes of the step that has just ended; takes about a second."""
-        self.state.estimator = RankEstimator(measure_resizing_cost(self._layers, self._config))
+        with torch.profiler.record_function("zeroresize::calibrate"):
+            self.state.estimator = RankEstimator(measure_resizing_cost(self._layers, self._config))
         self.state.calibrated_on = _Conditions.of_step(self._layers, self._config)
         owned = self._shares_in_force.owned
         self._time_reference(owned)

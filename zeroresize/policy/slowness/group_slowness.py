@@ -300,10 +300,11 @@ class GroupSlowness:
         for rank, waits in enumerate(waits_s):
             for place in waits:
                 self._waiting[place].add(rank)
+        mean_works = works.mean(axis=0, keepdims=True)
         for place, ranks in self._waiting.items():  # who comes last waits for what is sent alone
             sending_s = min(waits_s[rank].get(place, 0.0) for rank in ranks)
             link = self._links[place]
-            change = link.update(np.array([[sending_s]]), works.mean(axis=0, keepdims=True), usual_s[0])
+            change = link.update(np.array([[sending_s]]), mean_works, usual_s[0])
             events += self._past_event(place, link.level, change, tuple(sorted(ranks)), "link")
         return events
 

@@ -64,26 +64,29 @@ class Past:
         if self.times is None or self._works is None:
             self._new.append((times, works))
             if len(self._new) == _FEWEST:
-                self.times, self._works = (np.median(np.array(each), axis=0) for each in zip(*self._new, strict=True))
+                self.times, self._works = (np.sort(each, axis=0)[_FEWEST // 2] for each in zip(*self._new, strict=True))
                 self._new.clear()
             return None
         ratios = works / self._works
-        are_like: NDArray[np.bool_] = np.logical_not(np.any(np.abs(np.log(ratios)) > ALIKE, axis=1))
+        are_like: NDArray[np.bool_] = np.logical_not(np.any(abs(ratios - 1.0) > ALIKE, axis=1))
         if 2 * int(are_like.sum()) <= len(are_like):
             self._num_unlike += 1
             if self._num_unlike >= _FEWEST:
                 self.begin_anew()
             return None
         self._num_unlike = 0
-        times = times / np.nan_to_num(ratios[:, :1], nan=1.0)
+        if not math.isnan(ratios[0, 0]):
+            times = times / ratios[:, :1]
         compared = (times[:, :2] + beside_s) / (self.times[:, :2] + beside_s)
         self.ratios = compared[:, 0]
         change = self.level.update(math.log(min(usual_of(column.tolist()) for column in compared[are_like].T)))
         if self.level.is_slow:
             self._new.clear()
             return change
-        are_like[list(are_slow)] = False
-        self._new.append((np.where(are_like[:, None], times, self.times), works))
+        if are_slow or not are_like.all():
+            are_like[list(are_slow)] = False
+            times = np.where(are_like[:, None], times, self.times)
+        self._new.append((times, works))
         if len(self._new) > MOST_KEPT:
             self._num_learned = min(self._num_learned + 1, _MEMORY)
             self.times = self.times + (self._new.popleft()[0] - self.times) / self._num_learned
