@@ -6,7 +6,7 @@ import dataclasses
 import html
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from zeroresize.utils.files import without_nan
@@ -16,7 +16,9 @@ _StateT = TypeVar("_StateT", "RankStatus", "Status")
 
 #: What is divided over ranks; a watch, and a balancer that is off, divide nothing.
 Kind = Literal["units", "layers", "strategies", "micro-batches", "samples", "nothing"]
-HEADINGS = ("rank", "busy", "speed", "share", "slow since", "because of", "cost")
+#: A wait for a smaller share of a step explains nothing.
+LEAST_WAIT = 0.05
+HEADINGS = ("rank", "busy", "speed", "share", "slow since", "because of", "cost", "past", "waits for")
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,9 @@ class RankStatus:
         cause: what most of its delay comes from, as :class:`~zeroresize.policy.slowness.group_slowness.SlowRank` says;
             empty where it is not slow, or that is not known.
         cost_s: seconds that others have waited for it since, or would have at even shares.
+        past_score: what it took before as a share of what it takes now: 1 is as fast as ever; NaN if that is not known.
+        node: where it runs; empty if that is not known.
+        waits_s: usual seconds of a step by where it waits most, such as "collectives of group dp".
     """
 
     rank: int
@@ -41,6 +46,9 @@ class RankStatus:
     slow_since: int | None = None
     cause: str = ""
     cost_s: float = 0.0
+    past_score: float = math.nan
+    node: str = ""
+    waits_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,7 @@ class Status:
         of_ranks = {
             f"rank {rank.rank}/{name}": getattr(rank, name)
             for rank in self.ranks
-            for name in ("busy_s", "speed", "share", "cost_s")
+            for name in ("busy_s", "speed", "share", "cost_s", "past_score")
         }
         return {f"status/{name}": value for name, value in {**of_group, **of_ranks}.items()}
 
@@ -131,9 +139,16 @@ class Status:
                 "" if each.slow_since is None else f"step {each.slow_since}",
                 CAUSES.get(each.cause, each.cause),
                 "" if each.slow_since is None else duration_text(each.cost_s),
+                "" if math.isnan(each.past_score) else f"{each.past_score:.2f}",
+                self._longest_wait(each),
             )
             for each in self.ranks
         ]
+
+    def _longest_wait(self, rank: RankStatus) -> str:
+        place = max(rank.waits_s, key=lambda place: rank.waits_s[place], default="")
+        share = rank.waits_s.get(place, 0.0) / self.step_s
+        return f"{place}, {percent_text(share)} of a step" if share >= LEAST_WAIT else ""
 
     def __str__(self) -> str:
         rows = [HEADINGS, *self.rows] if self.ranks else []
@@ -166,8 +181,9 @@ def ranks_by_speed(
 
 def _restored(cls: type[_StateT], values: Mapping[str, Any]) -> _StateT:
     known = dataclasses.fields(cls)
-    lacking = [field.name for field in known if field.name not in values]
+    needed = [each.name for each in known if each.default is each.default_factory]  # both are missing
+    lacking = [name for name in needed if name not in values]
     if lacking:
         raise ValueError(f"no {cls.__name__} is here: {', '.join(lacking)} lack in {list(values)}")
-    numbers = {field.name: math.nan for field in known if field.type == "float" and values[field.name] is None}
-    return cls(**{field.name: values[field.name] for field in known} | numbers)
+    numbers = {each.name: math.nan for each in known if each.type == "float" and values.get(each.name, 0.0) is None}
+    return cls(**{each.name: values[each.name] for each in known if each.name in values} | numbers)

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
@@ -64,7 +65,7 @@ def watch(
         model: the module that the training loop calls, wrappers included, on its device.
         optimizer: the optimizer whose steps are the steps of training; None where :meth:`Watch.step` is called after
             each.
-        process_group: the ranks that are compared, which should do equal work, or count it (:meth:`Watch.step`), or a
+        process_group: the ranks that are compared, which should do equal work, or count it (:meth:`Watch.count`), or a
             one-dimensional ``DeviceMesh`` of them; None for all ranks of the job.
         update_every: steps between two exchanges of numbers. Slowness is told once it has lasted for two of them.
         tolerance: by which share of the others' time a rank's own work must take longer, at least.
@@ -95,6 +96,7 @@ class Watch:
         on_status: Callable[[Status], object] | None,
     ) -> None:
         self._has_optimizer, self._is_closed = optimizer is not None, False
+        self._work = math.nan  # counted in this step so far
         self._steps: ModelSteps | None = None
         self._slowness: SlownessWatch | None = None
         self._unhook: Callable[[], object] = lambda: None
@@ -109,7 +111,8 @@ class Watch:
             "whether zeroresize.watch was given an optimizer": str(self._has_optimizer),
         }
         exchange = Exchange(CpuGroup(group, agreement, explains=False))
-        self._slowness = SlownessWatch(exchange, rank, num_ranks, update_every, tolerance, on_status)
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self._slowness = SlownessWatch(exchange, rank, num_ranks, update_every, device, tolerance, on_status)
         self._steps = ModelSteps(model)
         if self._has_optimizer:
             self._unhook = hook_steps(optimizer, after=self._after_step)
@@ -117,30 +120,42 @@ class Watch:
         finalizer.atexit = False
         self._detach = finalizer
 
+    def count(self, work: float | Tensor) -> None:
+        """Count work of this rank's present step, at any time within it and as often as it has parts.
+
+        Times for as much work are compared then, so that a rank with longer rows is not slow.
+
+        Args:
+            work: samples, tokens, or what else takes equally long, counted alike on all ranks. A step with 0 in all
+                does not count. A tensor of one number is read, which waits for its device.
+
+        Raises:
+            ValueError: for work that is no number from 0 on.
+            RuntimeError: after :meth:`close`.
+        """
+        if self._is_closed:
+            raise RuntimeError("this watch is closed: make a new one with zeroresize.watch(...)")
+        work = work.item() if isinstance(work, Tensor) and work.numel() == 1 else value_checks.plain(work)
+        value_checks.number("work", work, least=0.0)
+        self._work = float(work) + (0.0 if math.isnan(self._work) else self._work)
+
     def step(self, work: float | Tensor | None = None) -> None:
         """Tell that a step of training is over, on every rank; only where no optimizer was given.
 
         Args:
-            work: how much this rank had to do in it: samples, tokens, or what else takes equally long, counted alike on
-                all ranks. Then times for as much work are compared, so that a rank with longer rows is not slow; with 0
-                the step does not count. A tensor of one number is read, which waits for its device. None where all
-                ranks have as much.
+            work: counts so much, as :meth:`count` does; None for no more than was counted.
 
         Raises:
-            ValueError: for work that is no number from 0 on.
-            RuntimeError: where an optimizer was given, whose steps are counted, or after :meth:`close`.
+            ValueError, RuntimeError: as of :meth:`count`, and where an optimizer was given, whose steps are counted.
         """
-        if self._is_closed:
-            raise RuntimeError("this watch is closed: make a new one with zeroresize.watch(...)")
-        if self._has_optimizer:
+        if self._has_optimizer and not self._is_closed:
             raise RuntimeError(
-                "step() is for watches without an optimizer: this one hears the steps of its optimizer. To count work, "
-                "leave the optimizer out"
+                "step() is for watches without an optimizer: this one hears the steps of its optimizer. Call count() "
+                "to count work"
             )
-        if work is not None:
-            work = work.item() if isinstance(work, Tensor) and work.numel() == 1 else value_checks.plain(work)
-            value_checks.number("work", work, least=0.0)
-        self._end_step(math.nan if work is None else float(work))
+        if work is not None or self._is_closed:
+            self.count(0.0 if work is None else work)
+        self._end_step()
 
     def report(self) -> WatchReport:
         """Return who is slow now, since when, by how much and why, and what that has cost; the same on every rank.
@@ -188,7 +203,8 @@ class Watch:
         if not self._is_closed:
             self._end_step()
 
-    def _end_step(self, work: float = math.nan) -> None:
+    def _end_step(self) -> None:
+        work, self._work = self._work, math.nan
         if self._steps is not None and self._slowness is not None:
             self._slowness.end_step(self._steps.end_step(work))
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import AllreduceOptions
 from torch.nn.parallel import DistributedDataParallel
 
 from zeroresize.injection import SlowOps
@@ -39,7 +40,7 @@ class Pace:
     """What this rank's step takes by a clock that only its parts move, and how they are slowed now.
 
     Attributes:
-        product_s, host_s, loader_s: seconds of its parts; 0 where they compute.
+        product_s, host_s, loader_s, link_s: seconds of its parts; 0 where they compute.
         noise: standard deviation of the logarithm of a step's time.
         step_s: of the whole, without waits, when nobody is slow.
     """
@@ -47,6 +48,7 @@ class Pace:
     product_s: float
     host_s: float
     loader_s: float
+    link_s: float
     noise: float
     draw: np.random.Generator
     now_s: float = 0.0
@@ -60,7 +62,12 @@ class Pace:
         self.factor = float(np.exp(self.draw.normal(0.0, self.noise))) * (10.0 if self.draw.random() < 0.01 else 1.0)
 
     def pass_product(self, seconds: float) -> None:
-        self.now_s += seconds * (self.chi if self.cause == "products" else 1.0) * self.factor
+        self.now_s += seconds * (self.chi if self.cause == "products" else self.rows) * self.factor
+
+    @property
+    def rows(self) -> float:
+        """How many times as long this rank's rows are."""
+        return self.chi if self.cause == "rows" else 1.0
 
     def pass_other(self, cause: str, seconds: float) -> None:
         """Let a part pass that is no product, and what slows it; where parts compute, what slows it is slept."""
@@ -89,7 +96,7 @@ class Host(nn.Module):
         self.pace, self.cause = pace, "host" if is_first else "nothing"
 
     def forward(self, x: Tensor) -> Tensor:
-        self.pace.pass_other(self.cause, self.pace.host_s)
+        self.pace.pass_other(self.cause, self.pace.rows * self.pace.host_s)
         return nn.functional.gelu(x)
 
 
@@ -109,12 +116,16 @@ class Training:
     def __init__(self, arguments: argparse.Namespace) -> None:
         is_virtual = arguments.work == "virtual"
         draw = np.random.default_rng((arguments.seed, dist.get_rank()))
-        self.pace = Pace(*((0.0015, 0.0005, 0.003) if is_virtual else (0.0, 0.0, 0.0)), arguments.noise, draw)
+        parts_s = (0.0015, 0.0005, 0.003, 0.001) if is_virtual else (0.0,) * 4
+        self.pace = Pace(*parts_s, arguments.noise, draw)
         if is_virtual:
             clocks.time = types.SimpleNamespace(perf_counter=lambda: self.pace.now_s)  # type: ignore[attr-defined]
         self.model = DistributedDataParallel(make_model(arguments, self.pace))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.x = torch.randn(4 if is_virtual else arguments.tokens, arguments.hidden)
+        firsts = range(0, dist.get_world_size(), 2)
+        self.pair = [dist.new_group([first, first + 1]) for first in firsts][dist.get_rank() // 2]
+        self._let_links_take_time()
         self.ops = None if is_virtual else SlowOps(scope="gemm")
         if self.ops is not None:
             self.ops.__enter__()
@@ -122,7 +133,9 @@ class Training:
     def step(self) -> None:
         self.pace.begin_step()
         self.pace.pass_other("loader", self.pace.loader_s)
-        self.model(self.x).square().mean().backward()
+        x = self.x if self.pace.product_s else self.x.repeat(round(self.pace.rows), 1)
+        self.model(x).square().mean().backward()
+        dist.all_reduce(torch.zeros(1), group=self.pair)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -130,3 +143,18 @@ class Training:
         self.pace.cause, self.pace.chi = cause, chi
         if self.ops is not None:
             self.ops.chi = chi if cause == "products" else 1.0
+
+    def _let_links_take_time(self) -> None:
+        """Let an all-reduce of a pair end for both when both have come, and their links are through."""
+        reduce = dist.ProcessGroup.allreduce
+
+        def allreduce(group: Any, *given: Any) -> Any:
+            if group.group_name == self.pair.group_name:
+                self.pace.pass_other("link", self.pace.link_s)
+                now_s, options = torch.tensor(self.pace.now_s, dtype=torch.float64), AllreduceOptions()
+                options.reduceOp = dist.ReduceOp.MAX
+                reduce(group, [now_s], options).wait()
+                self.pace.now_s = now_s.item()
+            return reduce(group, *given)
+
+        dist.ProcessGroup.allreduce = allreduce  # type: ignore[method-assign]

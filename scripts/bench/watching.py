@@ -1,10 +1,12 @@
 """How well zr.watch sees slow ranks, and what it costs: OMP_NUM_THREADS=1 python -m scripts.bench.watching
 
 ``find``: a model under DDP on real ranks, of which one is slow for a while, again and again: by its products, its data
-loader, or its host (a module that is no product). Of the products, χ is how many times as long they take; of the other
-two, how many times as long the rank's whole step takes. With ``--work virtual`` a clock that only a step's parts move
-tells the times, with noise that is drawn: more ranks than cores and other work on the machine are no matter. With
-``--work computing`` products are real ones. ``--slow`` counts steps of a spell, ``--still`` those after it.
+loader, its host (a module that is no product), or the link to its neighbour, with which it sums beside DDP; or its rows
+are longer, which are counted, so that nobody is to be told. Of products and rows, χ is how many times as long they take
+or are; of the others, how many times as long the rank's whole step takes. Ranks are even in number. With ``--work
+virtual`` a clock that only a step's parts move tells the times, with noise that is drawn: more ranks than cores and
+other work on the machine are no matter. With ``--work computing`` products are real ones. ``--slow`` counts steps of a
+spell, ``--still`` those after it.
 ``still``: ``--steps`` without any slow rank. ``cost``: blocks of steps with and without a watch in turn, and without in
 turn with without.
 """
@@ -27,7 +29,7 @@ from scripts.bench.common import bootstrap_interval, in_turns, parser_of, pin_to
 from scripts.bench.paced_training import Training
 
 #: What slows a rank, and what a watch calls it.
-CAUSES = {"products": "products", "loader": "loader", "host": "rest"}
+CAUSES = {"products": "products", "loader": "loader", "host": "rest", "link": "link", "rows": ""}
 _WARM_UP = 200
 Tell = Callable[[Any], None]
 
@@ -67,7 +69,7 @@ def run_spell(
     draw: np.random.Generator,
 ) -> Spell:
     """Train for a while with nobody slow, with ``victim`` slow, and again with nobody slow."""
-    known = {slow.rank for slow in watch.report().slow}
+    known = set(seen(watch, victim))
     for phase, num_steps in (
         ("before", int(draw.integers(30, 50))),
         ("slow", arguments.slow),
@@ -78,8 +80,9 @@ def run_spell(
         if phase == "after":
             training.slow("", 1.0)
         for step in range(num_steps):
+            watch.count(training.pace.rows)
             training.step()
-            slow = {slow.rank: slow for slow in watch.report().slow}
+            slow = seen(watch, victim)
             for new in set(slow) - known:
                 if new == victim and phase == "slow":
                     spell.told_after = step + 1
@@ -93,6 +96,13 @@ def run_spell(
     return spell
 
 
+def seen(watch: zr.Watch, victim: int) -> dict[int, Any]:
+    """Who is slow, by rank: the victim where it is its link, and -1 for what else is told of many."""
+    report = watch.report()
+    of_many = {victim if each.cause == "link" and victim in each.ranks else -1: each for each in report.past}
+    return {slow.rank: slow for slow in report.slow} | of_many
+
+
 def keep_still(training: Training, arguments: argparse.Namespace, tell: Tell) -> None:
     watch = zr.watch(training.model, training.optimizer, update_every=arguments.update_every)
     num_alarms, known, least, seconds = 0, set[int](), 1.0, list[float]()
@@ -100,7 +110,7 @@ def keep_still(training: Training, arguments: argparse.Namespace, tell: Tell) ->
         began = time.perf_counter()
         training.step()
         seconds.append(time.perf_counter() - began)
-        slow = {slow.rank for slow in watch.report().slow}
+        slow = set(seen(watch, -2))
         num_alarms += len(slow - known)
         known = slow
         if step > _WARM_UP and step % 10 == 0:
@@ -114,16 +124,17 @@ def measure_cost(training: Training, arguments: argparse.Namespace, tell: Tell) 
         training.step()
 
     def block(is_watched: bool) -> tuple[float, float]:
-        """Wall and CPU seconds of a step."""
+        """Wall and CPU seconds of a step, by this thread."""
         watch = None
         if is_watched:
             watch = zr.watch(training.model, training.optimizer, update_every=arguments.update_every)
-        training.step()
+        for _ in range(2 * arguments.update_every):
+            training.step()
         dist.barrier()
-        began, cpu_began = time.perf_counter(), time.process_time()
+        began, cpu_began = time.perf_counter(), time.thread_time()
         for _ in range(arguments.block):
             training.step()
-        elapsed_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
+        elapsed_s, cpu_s = time.perf_counter() - began, time.thread_time() - cpu_began
         if watch is not None:
             watch.close()
         return elapsed_s / arguments.block, cpu_s / arguments.block

@@ -71,7 +71,10 @@ class Observer:
         forward_watch = ForwardWatch(setup.layers, group.exchange, compares=compares, groups=groups)
         attached.callback(forward_watch.close)
         if setup.config.mode == "off":  # it counts from the first share that would be balanced
-            self.slowness = SlownessWatch(group.exchange, setup.rank, setup.num_ranks, setup.config.update_every)
+            device = next(iter(setup.layers.values())).local_weight.device
+            self.slowness = SlownessWatch(
+                group.exchange, setup.rank, setup.num_ranks, setup.config.update_every, device
+            )
             attached.callback(self.slowness.close)
 
     def end_step(self, num_steps: int) -> None:
@@ -86,10 +89,13 @@ class Observer:
         if self.slowness is not None:
             # Ranks of a tensor-parallel group have the same batch, and more or fewer units where these do not divide.
             is_by_host = self._units is not None and self._units.shares == self._units.home
-            read = [step.at_even_shares if is_by_host else step for step in self.monitor.last_read]
-            self.slowness.end_step(
-                [WatchedStep.of_times(step, step.gemm_s + step.gather_fill_s, work=1.0) for step in read]
-            )
+            num_tokens = sum(self.monitor.state.num_tokens.values())
+            steps = []
+            for step, waits_s in zip(self.monitor.last_read, self.monitor.last_waits, strict=True):
+                step = step.at_even_shares if is_by_host else step
+                products_s = step.gemm_s + step.gather_fill_s
+                steps.append(WatchedStep.of_times(step, products_s, 1.0, num_tokens * step.shares.owned, waits_s))
+            self.slowness.end_step(steps)
 
     def begin_step(self, num_steps: int, shares: Shares, *, is_forced: bool) -> None:
         """Begin the step that follows so many; it is measured under these shares."""

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+import torch
+
 from zeroresize.comm.exchange import Exchange, GatheredNumbers
+from zeroresize.measure.gpu_state import GpuReader
+from zeroresize.measure.waits import Where, place_of
 from zeroresize.policy.slowness.group_slowness import TOLERANCE, GroupSlowness, WatchReport
-from zeroresize.policy.slowness.lines import lines_of
-from zeroresize.policy.slowness.windows import StepWindow, WatchedStep, window_of
+from zeroresize.policy.slowness.lines import lines_of, past_line
+from zeroresize.policy.slowness.surroundings import NUM_NUMBERS, Place, Surroundings
+from zeroresize.policy.slowness.windows import StepWindow, WatchedStep, usual_waits, window_of
 from zeroresize.status import RankStatus, Status
 
 logger = logging.getLogger(__name__)
@@ -30,12 +36,16 @@ class SlownessWatch:
         rank: int,
         num_ranks: int,
         update_every: int,
+        device: torch.device,
         tolerance: float = TOLERANCE,
         on_status: Callable[[Status], object] | None = None,
     ) -> None:
         self._on_status = on_status if rank == 0 else None
         self._exchange, self._rank, self._update_every = exchange, rank, update_every
-        self._group = GroupSlowness(num_ranks, tolerance)
+        names = exchange.gather([float(byte) for byte in socket.gethostname().encode()])
+        nodes = [bytes(map(int, name)).decode() for name in names]
+        self._group, self._gpu = GroupSlowness(num_ranks, tolerance, nodes), GpuReader(device)
+        self._places: dict[Where, Place] = {}
         self._steps: list[WatchedStep] = []
         self._pending: deque[GatheredNumbers] = deque()
         self._num_steps, self._is_over = 0, False
@@ -52,9 +62,11 @@ class SlownessWatch:
             while self._pending and self._pending[0].has_ended:
                 self._take(self._pending.popleft().take())
             if self._num_steps % self._update_every == 0:
-                window, self._steps = window_of(self._steps, self._num_steps), []
+                window = window_of(self._steps, self._num_steps)
+                numbers = [*window.as_numbers(), *self._surroundings().as_numbers()]
+                self._steps = []
                 # Never left out: the ranks' rounds meet in the order in which they are started.
-                self._pending.append(GatheredNumbers(self._exchange.group, window.as_numbers()))
+                self._pending.append(GatheredNumbers(self._exchange.group, numbers))
         except RuntimeError as error:
             self._is_over = True
             self._pending.clear()
@@ -87,6 +99,8 @@ class SlownessWatch:
         }
         if report.scores:
             numbers |= {"busy_s": report.busy_s[self._rank], "score": report.scores[self._rank]}
+        if report.past_scores:
+            numbers["past_score"] = report.past_scores[self._rank]
         return {f"watch/{name}": value for name, value in numbers.items()}
 
     def close(self) -> None:
@@ -101,13 +115,25 @@ class SlownessWatch:
         self._pending.clear()
 
     def _take(self, rows: Sequence[Sequence[float]]) -> None:
-        events = self._group.update([StepWindow.of_numbers(numbers) for numbers in rows])
+        events = self._group.update(
+            [StepWindow.of_numbers(numbers[:-NUM_NUMBERS]) for numbers in rows],
+            [Surroundings.of_numbers(numbers[-NUM_NUMBERS:]) for numbers in rows],
+        )
         if self._on_status is not None:
             self._on_status(status_of_watch(self.report(), "on"))
         if events and self._rank == 0:
-            share_saved = self._group.report().share_saved
-            for line in lines_of(events, share_saved, compares_work=self._group.compares_work):
+            for line in lines_of(events, self.report(), compares_work=self._group.compares_work):
                 logger.warning("step %d: %s", self._num_steps, line)
+
+    def _surroundings(self) -> Surroundings:
+        """Return where this rank waited most since the last window, and how its GPU is."""
+        waits_s = dict[Place, float]()
+        for where, seconds in usual_waits(self._steps).items():
+            if where not in self._places:
+                self._places[where] = place_of(where)
+            place = self._places[where]
+            waits_s[place] = waits_s.get(place, 0.0) + seconds
+        return Surroundings(waits_s, self._gpu.read())
 
 
 def status_of_watch(report: WatchReport, state: str) -> Status:
@@ -123,15 +149,17 @@ def status_of_watch(report: WatchReport, state: str) -> Status:
         saved_s=math.nan,
         cost_s=report.cost_s,
         ranks=statuses_of(report, [1.0] * report.num_ranks),
+        decided="; ".join(past_line(each, report) for each in report.past),
     )
 
 
 def statuses_of(report: WatchReport, shares: Sequence[float]) -> tuple[RankStatus, ...]:
     """Return [R] what is seen of ranks that compute these shares [R]; none before they were measured."""
-    slow = {each.rank: each for each in report.slow}
+    slow = {each.rank: (each.since_step, each.cause, each.cost_s) for each in report.slow}
+    scores = report.past_scores or (math.nan,) * report.num_ranks
+    nodes, waits_s = report.nodes or ("",) * report.num_ranks, report.waits_s or ({},) * report.num_ranks
+    known = zip(report.busy_s, report.scores, shares, scores, nodes, waits_s, strict=False)
     return tuple(
-        RankStatus(rank, busy_s, score, share, each.since_step, each.cause, each.cost_s)
-        if (each := slow.get(rank))
-        else RankStatus(rank, busy_s, score, share)
-        for rank, (busy_s, score, share) in enumerate(zip(report.busy_s, report.scores, shares, strict=False))
+        RankStatus(rank, busy_s, score, share, *slow.get(rank, (None, "", 0.0)), *further)
+        for rank, (busy_s, score, share, *further) in enumerate(known)
     )

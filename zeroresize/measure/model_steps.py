@@ -14,12 +14,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.measure import waits
 from zeroresize.measure.clocks import clock_for
 from zeroresize.measure.step_timer import StepTimer
+from zeroresize.measure.waits import Where
 from zeroresize.policy.slowness.windows import WatchedStep
 from zeroresize.policy.tensor.estimation.times import StepTimes
 from zeroresize.utils.torch_private import current_backward, is_compiled_module
@@ -32,7 +34,7 @@ _TIMED_EVERY = 5
 #: In a backward each product of a forward has two, of as many FLOPs: dgrad and wgrad.
 _PRODUCTS_OF_FORWARD = 3.0
 #: So many of the modules that multiply are timed, and stand for all, by the sizes of their weights.
-_MOST_PRODUCTS = 32
+_MOST_PRODUCTS = 16
 #: Of so many parameters, far from each other, any tells that a backward is under way.
 _MOST_PARAMETERS = 2
 
@@ -52,11 +54,18 @@ class ModelSteps:
         self._products = _some(multiplying, _MOST_PRODUCTS)
         self._products_of_timed = _PRODUCTS_OF_FORWARD * _size_of(multiplying) / max(_size_of(self._products), 1)
         self._timing: list[RemovableHandle] = []  # hooks of a step in which products are timed
-        self._unread: deque[tuple[bool, float]] = deque()  # of each step, whether products were timed, and its work
+        self._inputs = 0  # elements of what the model was given in this step
+        # Of each step, whether products were timed, its work, and its inputs.
+        self._unread: deque[tuple[bool, float, int]] = deque()
         self._num_steps = 0
+        # The reducer waits in C++.
+        reducing: Any = model.process_group if isinstance(model, DistributedDataParallel) else None
+        self._where_of_backward: Where = (reducing.group_name, None) if reducing is not None else None
         reference = weakref.ref(self)
         handles = [
-            model.register_forward_pre_hook(_calling(reference, ModelSteps._work_begins), prepend=True),
+            model.register_forward_pre_hook(
+                _calling(reference, ModelSteps._work_begins), prepend=True, with_kwargs=True
+            ),
             model.register_forward_hook(_hear_of_backward),
         ]
         learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -71,10 +80,11 @@ class ModelSteps:
 
         A step without any work of the model, such as that of another model's optimizer, is told as well.
         """
-        self._unread.append((bool(self._timing), work))
+        self._unread.append((bool(self._timing), work, self._inputs))
         _remove(self._timing)
-        read = [self._described(step) for step in self._timer.end_step()]
-        self._num_steps += 1
+        steps = self._timer.end_step()
+        read = [self._described(*each) for each in zip(steps, self._timer.waits, strict=True)]
+        self._num_steps, self._inputs = self._num_steps + 1, 0
         self._begin_step()
         return read
 
@@ -90,22 +100,25 @@ class ModelSteps:
                 begin = module.register_forward_pre_hook(_calling(reference, ModelSteps._product_begins))
                 self._timing += [begin, module.register_forward_hook(_calling(reference, ModelSteps._product_ends))]
 
-    def _described(self, step: StepTimes) -> WatchedStep:
-        is_timed, work = self._unread.popleft()
+    def _described(self, step: StepTimes, waits_s: dict[Where, float]) -> WatchedStep:
+        is_timed, work, inputs = self._unread.popleft()
+        in_backward_s = waits_s.pop(None, 0.0)
+        waits_s[self._where_of_backward] = waits_s.get(self._where_of_backward, 0.0) + in_backward_s
         products_s = self._products_of_timed * step.gather_fill_s if is_timed else 0.0
-        return WatchedStep.of_times(step, products_s, work)
+        return WatchedStep.of_times(step, products_s, work, inputs, waits_s)
 
-    def _work_begins(self) -> None:
+    def _work_begins(self, _: nn.Module, *given: Any) -> None:
         if torch.is_grad_enabled():
             self._timer.work_begins()
+            self._inputs += sum(tensor.numel() for tensor in tensors_in(given))
 
-    def _product_begins(self) -> None:
+    def _product_begins(self, *_: Any) -> None:
         # What is computed again in a backward is left out: so all steps are alike, with checkpointing or without.
         # Nor does evaluation count; a checkpointed part of a forward records no gradients either.
         if current_backward() == -1 and (torch.is_grad_enabled() or not self._timer.is_outside):
             self._timer.product_begins()
 
-    def _product_ends(self) -> None:
+    def _product_ends(self, *_: Any) -> None:
         self._timer.product_ends()
 
 
@@ -120,11 +133,11 @@ def _remove(handles: list[RemovableHandle]) -> None:
     handles.clear()
 
 
-def _calling(reference: weakref.ref[ModelSteps], method: Callable[[ModelSteps], None]) -> Callable[..., None]:
-    def call(*_: Any) -> None:
+def _calling(reference: weakref.ref[ModelSteps], method: Callable[..., None]) -> Callable[..., None]:
+    def call(*given: Any) -> None:
         steps = None if torch.compiler.is_compiling() else reference()  # compiled code hears nothing of this
         if steps is not None:
-            method(steps)
+            method(steps, *given)
 
     return call
 

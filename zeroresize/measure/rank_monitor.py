@@ -21,6 +21,7 @@ from zeroresize.measure.calibration import measure_resizing_cost
 from zeroresize.measure.clocks import clock_for
 from zeroresize.measure.step_timer import LayerTimer, StepTimer
 from zeroresize.measure.timed_products import compare_products, time_reference
+from zeroresize.measure.waits import Where
 from zeroresize.plan.group import Shares
 from zeroresize.policy.tensor.costs import ResizingCost
 from zeroresize.policy.tensor.estimation.estimator import RankEstimator
@@ -77,7 +78,7 @@ class RankMonitor:
 
     Attributes:
         state: what was learned.
-        last_read: the steps whose times were read at the last :meth:`end_step`.
+        last_read: the steps whose times were read at the last :meth:`end_step`; ``last_waits`` of each, by where.
         wait_s: seconds of waiting in a usual step under the last update's last plan, NaN where none was read.
         step_s: seconds of such a step, waits included; NaN where none was read.
     """
@@ -86,6 +87,7 @@ class RankMonitor:
         self._layers, self._config = layers, config
         self.state = MonitorState(RankEstimator(ResizingCost.linear(config.max_ratio)))
         self.last_read: list[StepTimes] = []
+        self.last_waits: list[dict[Where, float]] = []
         self.wait_s = self.step_s = math.nan
         self._by_layer: list[Mapping[str, float]] = []  # seconds of each layer's products in such steps
         self._shares_in_force = Shares()
@@ -129,7 +131,7 @@ class RankMonitor:
 
     def end_step(self) -> None:
         """End the step."""
-        self.last_read = self._timer.end_step()
+        self.last_read, self.last_waits = self._timer.end_step(), self._timer.waits
         self.state.interval += self.last_read
         if self.is_step_of_training:
             self._has_seen_training = True
@@ -167,7 +169,8 @@ class RankMonitor:
 
     def calibrate(self) -> ResizingCost:
         """Measure and return what pruning costs on the shapes of the step that has just ended; takes about a second."""
-        self.state.estimator = RankEstimator(measure_resizing_cost(self._layers, self._config))
+        with torch.profiler.record_function("zeroresize::calibrate"):
+            self.state.estimator = RankEstimator(measure_resizing_cost(self._layers, self._config))
         self.state.calibrated_on = _Conditions.of_step(self._layers, self._config)
         owned = self._shares_in_force.owned
         self._time_reference(owned)

@@ -15,6 +15,7 @@ from typing import Any
 from zeroresize.kernels.probe import ProductProbe
 from zeroresize.measure import waits
 from zeroresize.measure.clocks import Clock
+from zeroresize.measure.waits import Where
 from zeroresize.plan.group import Shares
 from zeroresize.policy.tensor.estimation.times import WHOLE, StepTimes
 from zeroresize.utils.torch_private import current_backward
@@ -27,10 +28,11 @@ _MOST_PAIRS = 1024
 class _Step:
     """One iteration while it is measured.
 
-    ``pairs`` are the intervals of which the clock has not told the seconds yet, each with its kind and its layer;
-    ``seconds`` are the sums of the others by kind, ``layers`` those of products by layer. ``outside_begin`` is since
-    when no balanced layer computes: from the beginning, or the end of a backward, to the next forward. Waits meanwhile
-    have a kind of their own, by the number of backwards before; a forward followed the first ``num_outside`` of these.
+    ``pairs`` are the intervals of which the clock has not told the seconds yet, each with its kind, its layer, and
+    where it waits; ``seconds`` are the sums of the others by kind, ``layers`` those of products by layer, and ``waits``
+    those of waits by where. ``outside_begin`` is since when no balanced layer computes: from the beginning, or the end
+    of a backward, to the next forward. Waits meanwhile have a kind of their own, by the number of backwards before; a
+    forward followed the first ``num_outside`` of these.
     """
 
     begin: Any
@@ -41,9 +43,10 @@ class _Step:
     num_backwards: int = 0
     num_outside: int = 0
     num_marks: int = 1
-    pairs: deque[tuple[str, str | None, Any, Any]] = field(default_factory=deque)
+    pairs: deque[tuple[str, str | None, Where, Any, Any]] = field(default_factory=deque)
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     layers: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    waits: defaultdict[Where, float] = field(default_factory=lambda: defaultdict(float))
 
     @property
     def marks(self) -> list[Any]:
@@ -56,12 +59,12 @@ class _Step:
     def kind_of_waits(self) -> str:
         return "waits" if self.outside_begin is None else f"waits {self.num_backwards}"
 
-    def add(self, kind: str, layer: str | None, begin: Any, end: Any, clock: Clock) -> None:
+    def add(self, kind: str, layer: str | None, begin: Any, end: Any, clock: Clock, where: Where = None) -> None:
         self.num_marks += 2
         if clock.is_immediate:
-            self._count(kind, layer, clock.seconds(begin, end))
+            self._count(kind, layer, where, clock.seconds(begin, end))
             return
-        self.pairs.append((kind, layer, begin, end))
+        self.pairs.append((kind, layer, where, begin, end))
         if len(self.pairs) >= _MOST_PAIRS:
             self.sum_up(clock)
 
@@ -69,13 +72,15 @@ class _Step:
         """Turn what the clock has passed into seconds; return whether that is all."""
         pairs = self.pairs
         while pairs and clock.has_passed(pairs[0][-1]):
-            kind, layer, begin, end = pairs.popleft()
-            self._count(kind, layer, clock.seconds(begin, end))
+            kind, layer, where, begin, end = pairs.popleft()
+            self._count(kind, layer, where, clock.seconds(begin, end))
             clock.recycle(end) if begin is self.begin else clock.recycle(begin, end)
         return not pairs
 
-    def _count(self, kind: str, layer: str | None, elapsed_s: float) -> None:
+    def _count(self, kind: str, layer: str | None, where: Where, elapsed_s: float) -> None:
         self.seconds[kind] += elapsed_s
+        if kind.startswith("waits"):
+            self.waits[where] += elapsed_s
         if layer is not None:
             self.layers[layer] += -elapsed_s if kind.startswith("waits") else elapsed_s
 
@@ -86,12 +91,16 @@ class StepTimer(ProductProbe):
     Training is the thread that begins the steps, and autograd's threads. What other threads wait for (a checkpoint that
     is saved in the background, batches that are fetched ahead) holds up nobody here. Nor do products of an
     evaluation count: no plan relieves them.
+
+    Attributes:
+        waits: of the steps that :meth:`end_step` has returned last, the seconds of waits by where they were.
     """
 
     sees_evaluation = False
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
+        self.waits: list[dict[Where, float]] = []
         self._unread: deque[_Step] = deque()
         self._step: _Step | None = None
         self._thread = threading.get_ident()
@@ -124,10 +133,11 @@ class StepTimer(ProductProbe):
             step.outside_begin = None  # the optimizer's step is not outside: it is less where units are few
             self._last_num_marks = step.num_marks + 1
             self._unread.append(step)
-        read = []
+        read: list[_Step] = []
         while self._unread and self._clock.has_passed(self._unread[0].end) and self._unread[0].sum_up(self._clock):
-            read.append(self._read(self._unread.popleft()))
-        return read
+            read.append(self._unread.popleft())
+        self.waits = [each.waits for each in read]
+        return [self._read(each) for each in read]
 
     @property
     def timer_s(self) -> float:
@@ -169,14 +179,15 @@ class StepTimer(ProductProbe):
     def gemm_ends(self, operands: tuple[Any, ...]) -> None:
         self._end("gemms", "gemms")
 
-    def wait_begins(self) -> None:
+    def wait_begins(self, where: Where = None) -> None:
+        self._begun.where = where
         self._begin("waits")
 
     def wait_ends(self) -> None:
         if self._step is not None:
             around = [what for what in ("gemms", "products") if getattr(self._begun, what, None) is not None]
             kind = f"waits in {around[0]}" if around else self._step.kind_of_waits
-            self._end("waits", kind, self._begun.layer if around else None)
+            self._end("waits", kind, self._begun.layer if around else None, self._begun.where)
 
     def backward_ends(self) -> None:
         # Where none of these layers has computed since, it is the backward of another model.
@@ -194,11 +205,11 @@ class StepTimer(ProductProbe):
         if self._step is not None and self._counts():
             setattr(self._begun, what, self._clock.mark())
 
-    def _end(self, what: str, kind: str, layer: str | None = None) -> None:
+    def _end(self, what: str, kind: str, layer: str | None = None, where: Where = None) -> None:
         begin = getattr(self._begun, what, None)
         setattr(self._begun, what, None)
         if self._step is not None and begin is not None:
-            self._step.add(kind, layer, begin, self._clock.mark(), self._clock)
+            self._step.add(kind, layer, begin, self._clock.mark(), self._clock, where)
 
     def _drop_step(self) -> None:
         if self._step is not None:

@@ -14,19 +14,26 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from contextlib import suppress
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
+from zeroresize.comm.collectives import group_ranks
+from zeroresize.policy.slowness.surroundings import Place
+from zeroresize.utils.texts import named_ranks
 from zeroresize.utils.torch_private import (
     PRIVATE_COLLECTIVES,
     call_at_end_of_backward,
     current_backward,
+    known_groups,
     replace_ddp_broadcast,
     replace_functional_wait,
 )
 
+_POINT_TO_POINT = ("send", "recv")
 _STARTING_METHODS = (
     "allreduce",
     "allreduce_coalesced",
@@ -42,16 +49,20 @@ _STARTING_METHODS = (
     "alltoall",
     "alltoall_base",
     "barrier",
-    "send",
-    "recv",
+    *_POINT_TO_POINT,
     *PRIVATE_COLLECTIVES,
 )
+#: So many collectives whose end nobody has waited for are remembered.
+_MOST_STARTED = 1024
+#: Where a wait is: in the group of this name, and for that rank of it where it is for a single one. None where nothing
+#: tells, as in C++ code.
+Where: TypeAlias = tuple[str, int | None] | None
 
 
 class WaitListener(Protocol):
     """Is called when this process enters and leaves a wait."""
 
-    def wait_begins(self) -> None: ...
+    def wait_begins(self, where: Where = None) -> None: ...
 
     def wait_ends(self) -> None: ...
 
@@ -59,18 +70,41 @@ class WaitListener(Protocol):
         """Hear that a watched backward has ended, after its last wait."""
 
 
-_listeners: weakref.WeakSet[WaitListener] = weakref.WeakSet()
+#: A tuple, which is quick to go through.
+_listeners: tuple[weakref.ref[WaitListener], ...] = ()
 _inside = threading.local()
+#: Where collectives are that have been started, by the id of their ``Work``.
+_started: dict[int, Where] = {}
 
 
 def listen(listener: WaitListener) -> None:
     """Call ``listener`` at every wait from now on, for as long as it lives."""
+    global _listeners
     _watch_torch_distributed()
-    _listeners.add(listener)
+    _listeners += (weakref.ref(listener, _forget),)
+
+
+def place_of(where: Where) -> Place:
+    """Name the group of a wait, and its rank, for people; without a name where nothing tells, or the group is gone."""
+    name, peer = where or ("", None)
+    group = next((group for group, known_name in known_groups().items() if known_name == name), None)
+    if group is None:
+        return Place("")
+    ranks, kind = group_ranks(group), group.group_desc
+    if kind in ("", "undefined", "default_pg"):
+        label = "all ranks" if kind == "default_pg" else named_ranks(ranks)
+    else:
+        label = f"group {kind.removeprefix('mesh_')}"
+    return Place(label, ranks[0], None if peer is None else ranks[peer])
 
 
 def stop_listening(listener: WaitListener) -> None:
-    _listeners.discard(listener)
+    _forget(weakref.ref(listener))
+
+
+def _forget(reference: weakref.ref[WaitListener]) -> None:
+    global _listeners
+    _listeners = tuple(each for each in _listeners if each() is not None and each != reference)
 
 
 def watch_end_of_backward() -> None:
@@ -105,10 +139,11 @@ def _end_of_backward_ends() -> None:
         listener.backward_ends()
 
 
-def _enter() -> None:
-    _inside.wait, _inside.listeners = True, tuple(_listeners)
+def _enter(where: Where = None) -> None:
+    _inside.wait = True
+    _inside.listeners = [listener for reference in _listeners if (listener := reference()) is not None]
     for listener in _inside.listeners:
-        listener.wait_begins()
+        listener.wait_begins(where)
 
 
 def _leave() -> None:
@@ -122,21 +157,43 @@ def _watch_torch_distributed() -> None:
     """Wrap the functions once; without listeners a wrapper only calls its function."""
     for name in _STARTING_METHODS:
         if hasattr(dist.ProcessGroup, name):
-            setattr(dist.ProcessGroup, name, _watched(getattr(dist.ProcessGroup, name)))
-    setattr(dist.Work, "wait", _watched(dist.Work.wait))  # noqa: B010 - a method of a C++ class
-    replace_ddp_broadcast(_watched)
+            where = _where_of_peer if name in _POINT_TO_POINT else _where_of_group
+            setattr(dist.ProcessGroup, name, _watched(getattr(dist.ProcessGroup, name), where))
+    setattr(dist.Work, "wait", _watched(dist.Work.wait, _where_of_work))  # noqa: B010 - a method of a C++ class
+    replace_ddp_broadcast(lambda method: _watched(method, _where_of_group))
     replace_functional_wait(_watched)
 
 
-def _watched(method: Callable[..., Any]) -> Callable[..., Any]:
+def _where_of_group(group: ProcessGroup, *_: Any) -> Where:
+    return group.group_name, None
+
+
+def _where_of_peer(group: ProcessGroup, _tensors: Any, peer: int, *_: Any) -> Where:
+    return group.group_name, peer
+
+
+def _where_of_work(work: dist.Work, *_: Any) -> Where:
+    return _started.pop(id(work), None)
+
+
+def _watched(method: Callable[..., Any], where_of: Callable[..., Where] | None = None) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not _listeners or getattr(_inside, "wait", False):
             return method(*args, **kwargs)
-        _enter()
+        where: Where = None
+        if where_of is not None:
+            with suppress(RuntimeError, TypeError):  # a group without a name, or a peer given by name
+                where = where_of(*args)
+        _enter(where)
         try:
-            return method(*args, **kwargs)
+            result = method(*args, **kwargs)
         finally:
             _leave()
+        if where is not None and isinstance(result, dist.Work):
+            if len(_started) >= _MOST_STARTED:
+                _started.clear()
+            _started[id(result)] = where
+        return result
 
     return call

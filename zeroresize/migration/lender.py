@@ -125,10 +125,11 @@ class Lender:
         """
         if self._in_force is None:
             return
-        self._gradient_return.forget()
-        self._gradient_return.finish_sending()
-        for loans in self._layer_loans:
-            loans.send_weights()
+        with torch.profiler.record_function("zeroresize::lend"):
+            self._gradient_return.forget()
+            self._gradient_return.finish_sending()
+            for loans in self._layer_loans:
+                loans.send_weights()
 
     @property
     def bytes_held(self) -> int:

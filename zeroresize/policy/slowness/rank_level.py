@@ -21,7 +21,7 @@ _SURE = 4.5
 #: A level that begins must stand out by so many standard deviations of what levels were while the rank was not slow:
 #: noise that lasts for several windows moves the level without making it less sure.
 _OUTSTANDING = 3.5
-#: Windows in a row that must show a change.
+#: Windows in a row that must show a change, unless more are wanted.
 _LASTING = 2
 #: A slowness is told to have begun at most so many windows ago.
 MOST_KEPT = 16
@@ -47,6 +47,7 @@ class RankLevel:
     """Follow one rank's y, and say when it becomes slow, slower or less so, and when it has recovered."""
 
     tolerance: float  # by which share of their time a rank must be slower than the others, at least
+    lasting: int = _LASTING
     meter: SpeedMeter = field(default_factory=SpeedMeter)  # of y
     seems_recovered: bool = False  # by the newest window
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_KEPT))
@@ -54,11 +55,21 @@ class RankLevel:
     _num_windows: int = 0  # so many have been seen
     _lasts: int = 0  # so many windows in a row show another level than was told
     _since: int = 0  # windows since the last slowness has begun, or ended
-    _must_last: int = _LASTING
+    _must_last: int = 0  # more than ``lasting``, after slowness that was soon over
     _levels: deque[float] = field(default_factory=deque)  # of the last windows, in none of which it was slow
     _mean: float = 0.0  # of levels before these, of the last ``_FORGOTTEN`` or so
     _variance: float = USUAL_NOISE**2
     _num_learned: int = 1
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether it was told to be slow, and not yet that this is over."""
+        return self._level is not None
+
+    @property
+    def seems_slow(self) -> bool:
+        """Whether it is slow, or the newest window shows that it may be."""
+        return self.is_slow or self._lasts > 0
 
     @property
     def times(self) -> float:
@@ -81,19 +92,19 @@ class RankLevel:
             if level > -least and not is_new:  # else another rank is slow
                 self._learn(level)
             if self._since % _FORGOTTEN == 0:
-                self._must_last = max(self._must_last // 2, _LASTING)
-            return self._begin() if self._has_lasted(level > least, self._must_last) else None
+                self._must_last //= 2
+            return self._begin() if self._has_lasted(level > least, max(self._must_last, self.lasting)) else None
         before = math.exp(self._level)
         differs = abs(level - self._level) > max(ALIKE, math.sqrt(2.0) * sure)
-        if not self._has_lasted(self.seems_recovered or differs, _LASTING):
+        if not self._has_lasted(self.seems_recovered or differs, self.lasting):
             return None
         if not self.seems_recovered:
             self._level = level
-            return LevelChange("changes", before, self.times, _LASTING)
-        if self._since - _LASTING < _SHORT:
-            self._must_last = min(2 * self._must_last, MOST_KEPT)
+            return LevelChange("changes", before, self.times, self.lasting)
+        if self._since - self.lasting < _SHORT:
+            self._must_last = min(2 * max(self._must_last, self.lasting), MOST_KEPT)
         self._level, self._since = None, 0
-        return LevelChange("ends", before, 1.0, _LASTING)
+        return LevelChange("ends", before, 1.0, self.lasting)
 
     def _learn(self, level: float) -> None:
         """Learn how levels vary where the rank is not slow: of windows so long ago that they belong to no slowness."""
@@ -117,5 +128,5 @@ class RankLevel:
         self._levels.clear()
         newest_first = enumerate(reversed(self._recent))
         self._since = next((back for back, y in newest_first if y < self._level / 2.0), len(self._recent))
-        self._since = max(self._since, _LASTING)
+        self._since = max(self._since, self.lasting)
         return LevelChange("begins", 1.0, self.times, self._since)

@@ -6,19 +6,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
-from typing import Literal, TypeVar
-
-import numpy as np
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from typing import Any, Literal, TypeVar
 
 from zeroresize.policy.tensor.estimation.times import LEAST_SECONDS, MOST_SECONDS, StepTimes
 from zeroresize.utils.usual import usual_of
 
 _TimedT = TypeVar("_TimedT", "WatchedStep", "StepWindow")
 
-#: "compute" stands for products and the rest together, where products were not timed.
-Cause = Literal["products", "rest", "loader", "compute"]
+#: "compute" stands for products and the rest together, where products were not timed; "link" for what lasts longer
+#: between ranks, though none is late.
+Cause = Literal["products", "rest", "loader", "compute", "link"]
 
 
 @dataclass(frozen=True)
@@ -30,13 +29,22 @@ class WatchedStep:
     loader_s: float = 0.0  # the part of ``busy_s`` before the model's forward begins, as for fetching a batch
     products_s: float = math.nan  # the part of ``busy_s`` in matrix products, if that was measured
     work: float = math.nan  # samples, tokens or what else was counted in it
+    inputs: float = math.nan  # elements of what the model was given, by which no time is scaled
+    waits_s: Mapping[Any, float] = field(default_factory=dict)  # parts of ``wait_s`` by where, as its timer tells it
 
     @classmethod
-    def of_times(cls, times: StepTimes, products_s: float, work: float) -> WatchedStep:
+    def of_times(
+        cls,
+        times: StepTimes,
+        products_s: float,
+        work: float,
+        inputs: float = math.nan,
+        waits_s: Mapping[Any, float] | None = None,
+    ) -> WatchedStep:
         """Return a step that was timed, with the seconds of its products, 0 where it had none that was timed."""
         most_s = max(times.busy_s - times.outside_s, 0.0)
         known_s = min(products_s, most_s) if products_s > 0.0 else math.nan
-        return cls(times.busy_s, times.wait_s, times.outside_s, known_s, work)
+        return cls(times.busy_s, times.wait_s, times.outside_s, known_s, work, inputs or math.nan, waits_s or {})
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,7 @@ class StepWindow:
     loader_s: float
     products_s: float
     work: float = math.nan  # mean of the steps, to which the times of each are scaled
+    inputs: float = math.nan  # mean of the steps
 
     def as_numbers(self) -> list[float]:
         """Return the window as numbers to be sent."""
@@ -101,12 +110,21 @@ def window_of(steps: Sequence[WatchedStep], end_step: int) -> StepWindow:
         loader_s=_uninterrupted([step.loader_s for step in usual]),
         products_s=usual_of(timed_s) if timed_s else math.nan,
         work=work,
+        inputs=math.fsum(step.inputs for step in sound) / len(sound),
     )
+
+
+def usual_waits(steps: Sequence[WatchedStep]) -> dict[Any, float]:
+    """Return usual seconds of a step by where they were waited; 0 in a step that did not wait there."""
+    places = dict.fromkeys(place for step in steps for place in step.waits_s)
+    return {place: usual_of([step.waits_s.get(place, 0.0) for step in steps]) for place in places}
 
 
 def _uninterrupted(values: Sequence[float]) -> float:
     """Return the lower quartile: other work on the machine lengthens steps, and hardly shortens any."""
-    return float(np.quantile(values, 1 / 4))
+    ascending, place = sorted(values), (len(values) - 1) / 4
+    lower, upper = ascending[math.floor(place)], ascending[math.ceil(place)]
+    return lower + (place % 1.0) * (upper - lower)
 
 
 def usual_window(windows: Sequence[StepWindow]) -> StepWindow:

@@ -1,0 +1,188 @@
+"""What no comparison with the others shows: all ranks slower than they were, and waits that are longer for nobody."""
+
+import math
+
+import numpy as np
+import pytest
+
+from zeroresize.policy.slowness.group_slowness import GroupSlowness, PastEvent
+from zeroresize.policy.slowness.lines import lines_of
+from zeroresize.policy.slowness.surroundings import GpuState, Place, Surroundings
+from zeroresize.policy.slowness.windows import StepWindow
+
+EVERY = 10
+ALL = Place("all ranks", 0)
+PARTS = {"loader": 0.003, "products": 0.009, "rest": 0.001, "work": math.nan, "inputs": 1000.0, "link": 0.002}
+
+
+class Run:
+    """Rounds of ranks whose steps take as long as ``parts_of(rank, round)`` says; those who are early wait for all."""
+
+    def __init__(self, num_ranks, noise=0.0, places=(ALL,)):
+        self.group = GroupSlowness(num_ranks, nodes=[f"n{rank}" for rank in range(num_ranks)])
+        self.num_ranks, self.noise, self.places, self.number = num_ranks, noise, places, 0
+        self.draw, self.lines = np.random.default_rng(0), []
+
+    def rounds(self, number, parts_of=lambda rank, number: {}):
+        """Return the lines that these rounds bring."""
+        before = len(self.lines)
+        for _ in range(number):
+            self.number += 1
+            parts = [{**PARTS, **parts_of(rank, self.number)} for rank in range(self.num_ranks)]
+            for each in parts:
+                factor = math.exp(self.draw.normal(0.0, self.noise)) if self.noise else 1.0
+                each["busy"] = factor * (each["loader"] + each["products"] + each["rest"])
+            latest_s = max(each["busy"] for each in parts)
+            waits_s = [latest_s - each["busy"] + each["link"] for each in parts]
+            step_s = latest_s + max(each["link"] for each in parts)
+            end = self.number * EVERY
+            windows = [
+                StepWindow(end, EVERY, p["busy"], step_s, p["loader"], p["products"], p["work"], p["inputs"])
+                for p in parts
+            ]
+            around = [Surroundings({place: seconds}) for seconds in waits_s for place in self.places]
+            events = self.group.update(windows, [Surroundings.of_numbers(each.as_numbers()) for each in around])
+            self.lines += lines_of(events, self.group.report(), compares_work=self.group.compares_work)
+        return self.lines[before:]
+
+
+@pytest.mark.parametrize("num_slow", [3, 4])
+def test_what_slows_most_ranks_alike_is_a_single_line_and_another_when_it_is_over(num_slow):
+    run = Run(4, noise=0.002)
+    assert run.rounds(60) == []
+    assert run.group.report().past_scores == pytest.approx((1.0,) * 4, rel=0.01)
+    (begins,) = run.rounds(20, lambda rank, _: {"products": 0.0142 if rank < num_slow else 0.009})
+    who = "all 4 ranks" if num_slow == 4 else "3 of 4 ranks"
+    assert begins.startswith(f"{who} take 1.35 times as long as until step 600: mostly matrix products")
+    assert "check clocks and cooling of n0, n1, n2" in begins
+    report = run.group.report()
+    (past,) = report.past
+    assert past.ranks == tuple(range(num_slow)) and past.cause == "products" and report.slow == ()
+    assert past.num_steps == 200 and report.past_scores[0] == pytest.approx(1 / 1.4, rel=0.02)
+    (ends,) = run.rounds(40)
+    assert ends.startswith(f"{who} are as fast as until step 600 again: they took 1.35 times as long for 200 steps")
+    assert run.group.report().past == ()
+
+
+def test_a_single_slow_rank_is_told_by_the_others_alone_and_its_own_past_stays_what_it_was():
+    run = Run(2, noise=0.002)
+    run.rounds(60)
+    begins, ends = run.rounds(100, lambda rank, _: {"products": 0.027 if rank == 1 else 0.009}) + run.rounds(60)
+    assert begins.startswith("rank 1 is 2.38 times slower than the others") and "rank 1 is as fast as" in ends
+    run.rounds(100, lambda rank, _: {"products": 0.027 if rank == 1 else 0.009})
+    assert run.group.report().past_scores == pytest.approx((1.0, 1 / 2.38), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("places", "says"),
+    [
+        ((ALL,), "ranks 0, 1 wait longer for collectives of all ranks; check the network of n0, n1"),
+        ((Place("group pp", 0, 5),), "ranks 0, 1 wait longer for rank 5 of the job; check the network of n0, n1"),
+    ],
+)
+@pytest.mark.parametrize("times", [1.05, 4.0])
+def test_longer_waits_though_nobody_is_late_are_the_link(times, places, says):
+    run = Run(2, noise=0.002, places=places)
+    run.rounds(60)
+    (begins,) = run.rounds(20, lambda *_: {"link": 0.002 + 0.015 * (times - 1.0)})
+    assert begins == f"steps take {times:.2f} times as long as until step 600: {says}"
+    (ends,) = run.rounds(40)
+    assert ends.startswith("steps are as fast as until step 600 again")
+
+
+def test_of_two_groups_that_is_told_in_which_all_wait_longer():
+    """Whoever waits for the ranks of a slow link does so in the collectives of all, where these come last."""
+    group = GroupSlowness(4)
+    pairs = [Place("ranks 0, 1", 0), Place("ranks 2, 3", 2)]
+    events = []
+    for number in range(1, 91):
+        link_s = 0.01 if number > 60 else 0.001
+        windows = [StepWindow(number * EVERY, EVERY, 0.02, 0.022 + link_s, 0.0, math.nan) for _ in range(4)]
+        around = [Surroundings({pairs[0]: 0.001, ALL: 0.001 + link_s - 0.001}) for _ in range(2)]
+        around += [Surroundings({pairs[1]: link_s, ALL: 0.001}) for _ in range(2)]
+        events += group.update(windows, around)
+    (begins,) = events
+    assert isinstance(begins, PastEvent)
+    assert (begins.slow.place, begins.slow.ranks) == ("collectives of ranks 2, 3", (2, 3))
+
+
+@pytest.mark.parametrize(
+    "parts_of",
+    [
+        lambda rank, number: {"products": 0.018, "inputs": 2000.0} if number > 60 else {},  # a larger batch
+        lambda rank, number: {"products": 0.018, "work": 2.0} if number > 60 else {"work": 1.0},
+        lambda rank, number: {"products": 0.004, "work": 0.5} if number > 60 else {"work": 1.0},  # with a fixed part
+        lambda rank, number: {key: PARTS[key] * (1.0 + number / 50) for key in ("products", "inputs")},  # longer rows
+        lambda rank, number: {key: PARTS[key] * (1.0 + number * 7 % 11) for key in ("products", "inputs")},
+        lambda rank, number: {"products": 0.018, "work": 2.0} if rank == 1 else {"work": 1.0},  # on one rank
+        lambda rank, number: {"products": 0.018, "inputs": 2000.0} if number < 20 else {},  # warm-up
+        lambda rank, number: {key: PARTS[key] * (2.0 if number < 8 else 1.0) for key in ("products", "loader")},
+    ],
+)
+def test_other_work_is_no_slowness(parts_of):
+    run = Run(2, noise=0.005)
+    assert run.rounds(200, parts_of) == [] and run.group.report().past == ()
+
+
+def test_after_other_work_the_past_is_learned_anew():
+    run = Run(2, noise=0.002)
+    run.rounds(60)
+    assert run.rounds(60, lambda *_: {"products": 0.018, "inputs": 2000.0}) == []
+    (line,) = run.rounds(20, lambda *_: {"products": 0.036, "inputs": 2000.0})
+    assert line.startswith("all 2 ranks take 1.75 times as long as until step 1200")
+
+
+@pytest.mark.parametrize("noise", [0.002, 0.02, 0.1])
+def test_noise_alone_tells_nothing(noise):
+    for num_ranks in (2, 3, 8):
+        run = Run(num_ranks, noise)
+        draw = np.random.default_rng(1)
+        assert run.rounds(500, lambda *_, draw=draw: {"link": 0.002 * math.exp(draw.normal(0.0, 0.5))}) == []
+
+
+def test_surroundings_travel_as_equally_many_numbers():
+    places = {
+        Place("group dp_replicate of mine", 8): 0.3,
+        Place("ranks 0, 1", 0, 1): 0.2,
+        Place("", -1): 0.1,
+        ALL: 0.01,
+    }
+    gpu = GpuState("heat", 87.0, 0.6)
+    numbers = Surroundings(places, gpu).as_numbers()
+    assert len(numbers) == len(Surroundings().as_numbers())
+    received = Surroundings.of_numbers(numbers)
+    assert received.gpu == gpu
+    assert list(received.waits_s.values()) == [0.3, 0.2, 0.1]
+    assert [str(place) for place in received.waits_s] == [
+        "collectives of group dp_replicate",
+        "rank 1 of the job",
+        "collectives",
+    ]
+    assert Surroundings.of_numbers(Surroundings().as_numbers()) == Surroundings()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "says"),
+    [
+        ([None, GpuState("heat", 87.0, 0.6)], "its GPU is throttled at 87 °C; check the cooling of n1"),
+        ([GpuState("", 60.0, 1.0), GpuState("power", 70.0, 0.7)], "throttled for power; check power supply and limits"),
+        (
+            [GpuState("power", 60.0, 0.9), GpuState("power", 70.0, 0.6)],
+            "products take longer, its GPU at 60 % of its cl",
+        ),
+        ([GpuState("", 60.0, 1.0), GpuState("", 60.0, 1.0)], ": matrix products take longer; check clocks and cool"),
+    ],
+)
+def test_a_line_tells_the_next_step_by_cause_and_state_of_the_gpu_in_200_characters(gpus, says):
+    group, lines = GroupSlowness(2, nodes=["n0", "n1"]), []
+    for number in range(1, 31):
+        late_s = 0.01 if number > 20 else 0.0
+        windows = [StepWindow(number * EVERY, EVERY, 0.02, 0.02 + late_s, 0.0, 0.01)]
+        windows += [StepWindow(number * EVERY, EVERY, 0.02 + late_s, 0.02 + late_s, 0.0, 0.01 + late_s)]
+        around = [Surroundings({ALL: late_s}, gpus[0]), Surroundings({}, gpus[1])]
+        events = group.update(windows, around)
+        lines += lines_of(events, group.report(), compares_work=True)
+    (line,) = lines
+    assert says in line and len(f"step 12345678: {line}") <= 200
+    if gpus[1].clock == 1.0:  # the line has room for it
+        assert "; rank 0 waits 33 % for collectives of all ranks" in line
