@@ -102,11 +102,11 @@ class SlownessWatch:
 
     def _take(self, rows: Sequence[Sequence[float]]) -> None:
         events = self._group.update([StepWindow.of_numbers(numbers) for numbers in rows])
-        if self._on_status is not None:
-            self._on_status(status_of_watch(self.report(), "on"))
-        if events and self._rank == 0:
-            share_saved = self._group.report().share_saved
-            for line in lines_of(events, share_saved, compares_work=self._group.compares_work):
+        if self._rank == 0 and (events or self._on_status is not None):
+            report = self.report()
+            if self._on_status is not None:
+                self._on_status(status_of_watch(report, "on"))
+            for line in lines_of(events, report.share_saved, compares_work=self._group.compares_work):
                 logger.warning("step %d: %s", self._num_steps, line)
 
 
