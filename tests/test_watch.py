@@ -164,11 +164,17 @@ def test_a_slow_rank_is_seen_where_the_model_is_compiled(run_ranks):
 
 def test_beginning_change_and_end_are_a_line_each_on_one_rank(run_ranks):
     def run(rank, group):
+        statuses, reports = [], []
         with caught_log_lines() as lines:
-            virtual = Virtual(group)
+            virtual = Virtual(group, on_status=statuses.append)
+            slowness = virtual.watch._slowness._group
+            report = slowness.report
+            slowness.report = lambda: reports.append(report()) or reports[-1]
             virtual.steps(50)
+            assert len(reports) == len(statuses)
             virtual.chi = 2.0 if rank == 1 else 1.0
             virtual.steps(50)
+            assert len(reports) == len(statuses)  # at an event, too, what may be many ranks' medians is taken once
             in_between = virtual.watch.report()
             virtual.chi = 4.0 if rank == 1 else 1.0
             virtual.steps(50)

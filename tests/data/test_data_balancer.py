@@ -540,6 +540,21 @@ def test_models_that_have_no_such_gradient_are_refused_by_name(rank, group):
     assert balancer.loss_scale(4) == 1.0
 
 
+@pytest.mark.parametrize("counted", [None, 4])
+@on_ranks(2)
+def test_batch_norm_that_one_rank_alone_trains_is_an_error_on_all(rank, group, *, counted):
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval()), process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    balancer = zr.DataBalancer(model, optimizer, global_batch=8, process_group=group)
+    next(iter(balancer.sampler(range(8))))
+    model.module[1].train(rank == 1)
+    with pytest.raises((ValueError, RuntimeError), match=r"batch norm \(module.1\) normalises") as error:
+        balancer.loss_scale(counted)
+    assert rank == 1 or "ranks [1] of the group failed" in str(error.value)
+    model.eval()
+    assert balancer.loss_scale(counted) == 1.0
+
+
 @on_ranks(2)
 def test_ranks_that_are_given_different_numbers_are_told(rank, group):
     with pytest.raises((ValueError, RuntimeError), match="global_batch"):

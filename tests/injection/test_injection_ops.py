@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from helpers.on_ranks import gathered, on_ranks
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -42,6 +43,21 @@ def test_parameters_pass_and_of_subclasses_the_ops_inside_count():
     assert slowed_ops(lambda: weight.data @ weight.data) == 1
     pair = TwoTensor(torch.ones(2, 2), torch.ones(2, 2))
     assert slowed_ops(lambda: pair @ pair) == 2
+
+
+@pytest.mark.parametrize("scope", ["gemm", "all"])
+@on_ranks(2)
+def test_products_of_a_model_that_torch_has_split_are_slowed(rank, group, *, scope):
+    """Also with batches of new shapes, which torch works out by tensors without numbers."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    mesh = dist.DeviceMesh.from_group(group, "cpu")
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    injector = StragglerInjector(model, process_group=group, chi={1: 1.001}, scope=scope)
+    with injector:
+        for num_rows in (3, 5):
+            x = torch.ones(num_rows, 8, requires_grad=True)
+            model(x).sum().backward()
+    assert injector.num_products == 12 * rank if scope == "gemm" else (injector.num_products > 12) == rank
 
 
 @on_ranks(2)

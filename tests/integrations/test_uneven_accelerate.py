@@ -78,8 +78,9 @@ def test_what_would_be_scaled_twice_or_not_at_all_is_an_error(rank, group):
     with as_rank(rank, 2):
         _, model, optimizer, _, batches = parts(dataset, num_micro_batches=2)
         words, targets = next(iter(batches))
-        with pytest.raises(RuntimeError, match=r"within accelerator.accumulate\(model\)"):
-            batches.backward(model(words, targets)["loss"])
+        for scale in (batches.backward, batches.scaled):
+            with pytest.raises(RuntimeError, match=r"within accelerator.accumulate\(model\)"):
+                scale(model(words, targets)["loss"])
 
         accelerator, model, optimizer, _, batches = parts(dataset)
         before = [parameter.detach().clone() for parameter in model.parameters()]

@@ -52,7 +52,7 @@ def test_all_ranks_get_the_numbers_and_texts_of_all(rank, group):
 
 #: What goes wrong on rank 1, as what all ranks raise, and why.
 FAILURES = [
-    (KeyError("bad"), RuntimeError, "'bad'"),
+    (KeyError("bad"), RuntimeError, "KeyError: 'bad'"),
     (OSError("Grüße\nfrom line 2"), RuntimeError, "Grüße"),
     (MemoryError(), NotEnoughMemoryError, "out of memory"),
     (torch.OutOfMemoryError("of CUDA"), NotEnoughMemoryError, "of CUDA"),

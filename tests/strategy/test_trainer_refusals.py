@@ -47,6 +47,10 @@ def test_what_cannot_be_trained_is_refused_on_every_rank_and_the_next_step_works
         ({"grad_clip": -1.0}, "grad_clip=-1"),
     ):
         refuses(lambda options=options: trainer_of(model, **options), ValueError, message)
+    hook = model.whole_layers[0].register_forward_hook(lambda *_: "a text" if rank else None)
+    kind = ValueError if rank else RuntimeError
+    refuses(lambda: trainer_of(model), kind, r"^layer 0" if rank else r"ranks \[1\] .* failed .* a trainer: layer 0")
+    hook.remove()
     trainer = trainer_of(model, max_tokens=None)
     weights = [one.detach().clone() for one in model.parameters()]
     for sequences, message in (

@@ -25,7 +25,7 @@ import zeroresize as zr
 from zeroresize.layers.linear import ColumnParallelLinear, RowParallelLinear
 from zeroresize.pipeline import Pipeline, PipelineBalancer
 from zeroresize.plan.strategy import LengthRange, Strategy
-from zeroresize.strategy import StrategyBalancer, StrategyTrainer
+from zeroresize.strategy import StrategyBalancer, StrategyTrainer, SwitchableModel
 from zeroresize.utils.checked import checked, integer, real
 
 NAN = float("nan")
@@ -130,7 +130,7 @@ WRONG = {
     | rows(CLASS, "process_group replicas")
     | rows(BOUNDARIES, "boundaries")
     | rows((3, "1f2b", NAN), "schedule")
-    | rows((3.5, NAN), "device")
+    | rows((3.5, NAN, "gpu"), "device")
     | rows(FUNCTION, "initialize count"),
     "pipeline.PipelineBalancer": rows(CLASS, "pipeline optimizer replicas units repack")
     | rows(COUNT, "profile_every max_bytes")
@@ -182,7 +182,7 @@ WRONG = {
     | rows(CLASS, "process_group compute_dtype gradient_dtype")
     | rows((3, "ab", NAN), "optimizer_strategy")
     | rows(FUNCTION, "segments initialize")
-    | rows((3.5, NAN), "device")
+    | rows((3.5, NAN, "gpu"), "device")
     | rows((3, "ab", [1.5], [-1], ["0"]), "nodes")
     | rows(COUNT, "max_bytes"),
     "strategy.candidate_strategies": rows(COUNT, "num_ranks num_layers ranks_per_node")
@@ -368,7 +368,8 @@ def test_what_is_wrong_on_one_rank_alone_is_told_to_the_other_at_once(rank, grou
     def wrong(is_wrong, name, value):
         return {name: value} if is_wrong else {}
 
-    pipeline = Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], nn.MSELoss(), num_microbatches=2, process_group=group)
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    pipeline = Pipeline(copy.deepcopy(layers), nn.MSELoss(), num_microbatches=2, process_group=group)
     optimizer = torch.optim.SGD(pipeline.parameters())
     model, _ = switchable(group, [Strategy(pp=2)])
     of_model = torch.optim.SGD(model.parameters())
@@ -382,6 +383,10 @@ def test_what_is_wrong_on_one_rank_alone_is_told_to_the_other_at_once(rank, grou
         (
             lambda bad: Pipeline(list(pipeline.layers), print, num_microbatches="2" if bad else 2, process_group=group),
             lambda bad: Pipeline(list(pipeline.layers), 3 if bad else print, num_microbatches=2, process_group=group),
+            lambda bad: Pipeline(layers, print, num_microbatches=2, process_group=group, **wrong(bad, "device", "gpu")),
+            lambda bad: Pipeline(layers, print, num_microbatches=2, process_group=group, **wrong(bad, "device", 3.5)),
+            lambda bad: SwitchableModel(3 if bad else layers, strategies=[Strategy(pp=2)], process_group=group),
+            lambda bad: switchable(group, [Strategy(pp=2)], **wrong(bad, "device", "gpu")),
             lambda bad: PipelineBalancer(pipeline, optimizer, **wrong(bad, "repack", 3)),
             lambda bad: PipelineBalancer(pipeline, optimizer, **wrong(bad, "on_change", 3)),
             lambda bad: PipelineBalancer(pipeline, optimizer, **wrong(bad, "replicas", 3)),

@@ -24,7 +24,7 @@ from zeroresize.plan.ownership import COPY_GAIN, CopyCosts
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.tensor.columns.selector import ColumnSelector
 from zeroresize.policy.tensor.costs import MigrationCost
-from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryError, gather_reasons
+from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryError, gather_reasons, make_alike
 from zeroresize.resharding.units.owned_units import Move
 
 
@@ -202,7 +202,13 @@ class Mover:
                 f"{', '.join(map(repr, MOVING_MODES))} and 'off'; in the others they stay as shares= divides them at "
                 "the start"
             )
-        held = units.checked(shares) if shares is not None else None
+        held = make_alike(
+            units.meet,
+            lambda: None if shares is None else units.checked(shares),
+            lambda held: held,
+            "move()",
+            "the shares of move()",
+        )
         if held is not None:
             self._require_memory(held, f"move({list(held)})")
         decider.hold_owned(held)

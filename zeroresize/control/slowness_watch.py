@@ -119,10 +119,11 @@ class SlownessWatch:
             [StepWindow.of_numbers(numbers[:-NUM_NUMBERS]) for numbers in rows],
             [Surroundings.of_numbers(numbers[-NUM_NUMBERS:]) for numbers in rows],
         )
-        if self._on_status is not None:
-            self._on_status(status_of_watch(self.report(), "on"))
-        if events and self._rank == 0:
-            for line in lines_of(events, self.report(), compares_work=self._group.compares_work):
+        if self._rank == 0 and (events or self._on_status is not None):
+            report = self.report()
+            if self._on_status is not None:
+                self._on_status(status_of_watch(report, "on"))
+            for line in lines_of(events, report, compares_work=self._group.compares_work):
                 logger.warning("step %d: %s", self._num_steps, line)
 
     def _surroundings(self) -> Surroundings:

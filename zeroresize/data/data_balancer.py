@@ -272,7 +272,7 @@ class DataBalancer(Pausable):
         """Return what the mean loss over this rank's counted samples, or tokens, is multiplied by; alike on all ranks.
 
         Call it once a step, before the first backward. It sums over the ranks, who wait for each other, unless it is
-        called for samples.
+        called for samples of a model without batch norm in ``eval()``.
 
         Args:
             counted: over how many samples, or tokens that no mask leaves out, the rank's whole step takes its mean: of

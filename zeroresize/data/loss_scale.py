@@ -53,6 +53,8 @@ class LossScale:
                 f"loss_scale() was called twice in step {self._schedule.num_steps}: it is called once for all "
                 "micro-batches of a step (num_micro_batches, steps()), and step() after each step of the optimizer"
             )
+        if not all(isinstance(norm, nn.SyncBatchNorm) for norm in self.norms.values()):  # ranks may set them unlike
+            agreed(self._meet, partial(require_no_batch_norm, self.norms), what="the scale of a loss")
         count = partial(self._counted_here, counted)
         total: float | Tensor
         if counted is None:
@@ -89,7 +91,6 @@ class LossScale:
 
     def _counted_here(self, counted: float | Tensor | None) -> float | Tensor:
         """Over how much this rank's mean is taken; a tensor where only a GPU knows it."""
-        require_no_batch_norm(self.norms)
         samples = self._schedule.fetched_part.num_samples
         known = samples if counted is None or not samples else counted
         if isinstance(known, Tensor) and known.numel() != 1:

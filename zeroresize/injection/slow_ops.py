@@ -11,7 +11,7 @@ from torch import Tensor
 from zeroresize.injection.delay import Slowdown
 from zeroresize.injection.schedule import Scope
 from zeroresize.utils.checked import checked
-from zeroresize.utils.torch_private import DispatchMode, Operator, dispatch_modes, name_of_operator
+from zeroresize.utils.torch_private import DispatchMode, FakeTensor, Operator, dispatch_modes, name_of_operator
 
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_addmm_activation", "aten::linear", "aten::_scaled_mm"})
 _NO_WORK = ("c10d", "_c10d", "_dtensor", "symm_mem", "prim::", "profiler::")
@@ -83,6 +83,8 @@ class _SlowOpsMode(DispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if any(issubclass(cls, FakeTensor) for cls in types):  # of DTensors, whose shapes are told
+            return func(*args, **(kwargs or {}))
         if any(cls.__torch_dispatch__ is not Tensor.__torch_dispatch__ for cls in types):
             # A subclass such as DTensor: the ops that it is made of come by here in their turn.
             return NotImplemented

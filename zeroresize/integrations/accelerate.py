@@ -40,8 +40,8 @@ class UnevenBatches(UnevenSteps, DataLoaderStateMixin):
         finally:
             self.end()
 
-    def backward(self, loss: Tensor) -> Tensor:
-        """Call ``accelerator.backward`` of a micro-batch's mean loss, scaled; the mean over ranks of sums is the loss.
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return what is given to ``accelerator.backward`` for a micro-batch's mean loss, as :meth:`backward` does.
 
         Raises:
             RuntimeError: a second time, and outside of ``accelerator.accumulate``.
@@ -51,6 +51,14 @@ class UnevenBatches(UnevenSteps, DataLoaderStateMixin):
                 "the optimizer would not step with the last micro-batch of the balancer's step: compute each within "
                 "accelerator.accumulate(model), with num_micro_batches=accelerator.gradient_accumulation_steps"
             )
+        return super().scaled(loss)
+
+    def backward(self, loss: Tensor) -> Tensor:
+        """Call ``accelerator.backward`` of a micro-batch's mean loss, scaled; the mean over ranks of sums is the loss.
+
+        Raises:
+            RuntimeError: as :meth:`scaled`.
+        """
         scaled = self.scaled(loss)
         self._accelerator.backward(scaled)
         return scaled.detach() / self.divided_by

@@ -41,11 +41,13 @@ from zeroresize.runtime.schedules import Schedule
 from zeroresize.utils.checked import checked, integer
 from zeroresize.utils.hashing import fingerprint
 from zeroresize.utils.torch_private import hooks_of_parameter
+from zeroresize.utils.torch_state import known_device
 
 
 @checked(
     tell=lambda given, error: let_others_know(given["process_group"], given["device"] or "cpu", error),
     num_microbatches=integer(1),
+    device=known_device,
 )
 class Pipeline:
     """Runs a model of layers over the stages of a process group; rank ``s`` of the group is stage ``s``.

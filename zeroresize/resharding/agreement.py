@@ -212,7 +212,11 @@ def agreed(
 
 def let_others_know(process_group: Any, device: Any, error: Exception) -> None:
     """Let ranks that begin by agreeing in a group fail at once, where this one was given what is not allowed."""
-    meet_prepared(meet_over(require_group(process_group), torch.device(device)), error, ARGUMENTS)
+    try:
+        where = torch.device(device)
+    except (RuntimeError, TypeError):  # it may be just this that is wrong
+        where = torch.accelerator.current_accelerator() or torch.device("cpu")
+    meet_prepared(meet_over(require_group(process_group), where), error, ARGUMENTS)
 
 
 def require_same(numbers: Sequence[float], what: str, meet: Meet, *, moves: bool = False) -> None:

@@ -11,6 +11,7 @@ import socket
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -36,6 +37,7 @@ from zeroresize.strategy.switching.switch import SwitchReport, TravelTypes
 from zeroresize.strategy.switching.switcher import OneThread, Switcher, by_one_thread
 from zeroresize.utils.checked import checked, integer
 from zeroresize.utils.hashing import fingerprint
+from zeroresize.utils.torch_state import known_device
 
 
 def _device_of(layers: Iterable[nn.Module], device: torch.device | str | int | None) -> torch.device:
@@ -46,11 +48,13 @@ def _device_of(layers: Iterable[nn.Module], device: torch.device | str | int | N
 
 
 def _tell(given: Mapping[str, Any], error: ValueError) -> None:
-    device = _device_of(given["layers"], given["device"])
+    device = given["device"]
+    with suppress(Exception):  # it may be just the layers that are wrong
+        device = _device_of(given["layers"], device)
     let_others_know(given["process_group"] or dist.group.WORLD, device, error)
 
 
-@checked(tell=_tell, nodes=integer(0), max_bytes=integer(1))
+@checked(tell=_tell, nodes=integer(0), max_bytes=integer(1), device=known_device)
 class SwitchableModel:
     """Runs whole layers under one of several strategies at a time (HotSPa); collective, as all of its methods.
 

@@ -7,7 +7,6 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from zeroresize.integrations.module_state import in_mode
 from zeroresize.optim.gradient_clipping import norm_of_replicated, scale_gradients
 from zeroresize.plan.strategy import Strategy
 from zeroresize.resharding.agreement import let_others_know, make_alike, meet_over
-from zeroresize.runtime.activations import Batch, BatchOf, find_activations
+from zeroresize.runtime.activations import Batch, BatchOf, HandedOn, find_activations
 from zeroresize.runtime.counted_loss import Count, CountedLoss, Loss, multiply_gradients, total_count
 from zeroresize.runtime.instructions import Instruction
 from zeroresize.runtime.stage import Stage
@@ -67,9 +66,13 @@ class StepTrainer:
         self._loss, self._grad_clip, self._seed = CountedLoss(loss, count, averages=False), grad_clip, seed
         self._meet, self.one_thread = meet_over(model.process_group, model.device), model.one_thread
         parameters = dict(model.named_parameters())
-        checked = partial(require_divisible, optimizer, model.optimizer_strategy, parameters, model.tensors)
-        make_alike(self._meet, checked, lambda _: [float(grad_clip), seed], "a trainer", "grad_clip or seed")
-        self._activations = find_activations(model.whole_layers, hollow, sizes)
+
+        def checked() -> list[HandedOn]:
+            require_divisible(optimizer, model.optimizer_strategy, parameters, model.tensors)
+            return find_activations(model.whole_layers, hollow, sizes)
+
+        settings = [float(grad_clip), seed]
+        self._activations = make_alike(self._meet, checked, lambda _: settings, "a trainer", "grad_clip or seed")
 
     def _require_no_failure(self) -> None:
         if self.model.failure is not None:  # meeting the others, who may be in the midst of that step, would mix it up

@@ -264,9 +264,10 @@ def is_tensor_of_tensors(tensor: Tensor) -> bool:
     return _python_dispatch.is_traceable_wrapper_subclass(tensor)
 
 
-#: The base of modes that see every operator, and the type of operators.
+#: The base of modes that see every operator, the type of operators, and that of tensors of which only shapes are known.
 DispatchMode = _python_dispatch.TorchDispatchMode
 Operator = torch._ops.OpOverload
+FakeTensor = torch._subclasses.FakeTensor
 
 
 def dispatch_modes() -> list[Any]:

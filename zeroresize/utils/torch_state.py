@@ -31,7 +31,15 @@ def reason(error: BaseException) -> str:
     """Return what an error says; of Python's MemoryError, which says nothing, that memory has run out."""
     if isinstance(error, MemoryError):
         return "out of memory" + (f": {error}" if str(error) else "")
-    return str(error) or type(error).__name__
+    return f"KeyError: {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
+
+
+def known_device(key: str, device: torch.device | str | int) -> None:
+    """Check for a device that torch knows."""
+    try:
+        torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"{key}={device!r} is not allowed: {reason(error)}") from None
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
