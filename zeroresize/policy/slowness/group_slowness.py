@@ -9,7 +9,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -88,6 +88,9 @@ class PastEvent:
     kind: Change
     slow: PastSlowness
     times_before: float
+
+
+Event: TypeAlias = SlownessEvent | PastEvent
 
 
 @dataclass(frozen=True)
@@ -188,9 +191,7 @@ class GroupSlowness:
         self._last_step, self._cost_s = 0, 0.0
         self.compares_work = False
 
-    def update(
-        self, windows: Sequence[StepWindow], surroundings: Sequence[Surroundings] = ()
-    ) -> list[SlownessEvent | PastEvent]:
+    def update(self, windows: Sequence[StepWindow], surroundings: Sequence[Surroundings] = ()) -> list[Event]:
         """Take the windows [R] of a round; return what it changes. Where a rank has measured nothing it is left out."""
         if not all(window.is_sound for window in windows):
             return []
@@ -205,8 +206,7 @@ class GroupSlowness:
         others_busy_s, ratios = _compared(windows)
         ratios = list(map(min, ratios, _compared(as_they_are)[1]))
         self._rounds.append(_Round(windows, first_step, self._last_step - first_step, others_busy_s, ratios))
-        events: list[SlownessEvent | PastEvent] = []
-        events += [event for rank in range(len(windows)) if (event := self._follow(rank)) is not None]
+        events: list[Event] = [event for rank in range(len(windows)) if (event := self._follow(rank)) is not None]
         for rank, slowness in self._slow.items():  # also in rounds before the slowness was told
             for past in self._rounds:
                 if past.first_step >= slowness.since_step and (excess_s := past.excess_s(rank)) > past.counted_s:
