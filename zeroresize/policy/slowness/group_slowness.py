@@ -65,7 +65,7 @@ class PastSlowness:
     """Describe what slows most ranks of a group alike, or what they send each other, against their own past.
 
     Attributes:
-        times: how many times as long their steps take as before.
+        times: how many times as long their steps take as before, as it was told last.
         since_step: after so many steps it began.
         num_steps: for so long it has lasted.
         ranks: whose steps take longer; of a link, who waits longer.
@@ -179,8 +179,7 @@ class GroupSlowness:
 
     def __init__(self, num_ranks: int, tolerance: float = TOLERANCE, nodes: Sequence[str] = ()) -> None:
         self._levels = [RankLevel(tolerance) for _ in range(num_ranks)]
-        self._tolerance, self._nodes = tolerance, tuple(nodes)
-        self._past = Past(max(tolerance, ALIKE))
+        self._nodes, self._past = tuple(nodes), Past(max(tolerance, ALIKE))
         self._links = defaultdict[Place, Past](lambda: Past(tolerance))
         self._waiting = defaultdict[Place, set[int]](set)  # who has waited there
         self._lasting: dict[Place | None, PastSlowness] = {}
@@ -327,8 +326,8 @@ class GroupSlowness:
             num_steps = self._last_step - first.first_step
             before = PastSlowness(change.after, first.first_step, num_steps, ranks, cause, str(place or ""))
         elif before is not None and not level.seems_recovered:
-            num_steps = before.num_steps + newest.num_steps
-            before = replace(before, times=level.times, num_steps=num_steps, ranks=ranks, cause=cause)
+            times, num_steps = before.times if change is None else change.after, before.num_steps + newest.num_steps
+            before = replace(before, times=times, num_steps=num_steps, ranks=ranks, cause=cause)
         assert before is not None
         if level.is_slow:
             self._lasting[place] = before
