@@ -41,6 +41,24 @@ def test_it_comes_back_from_the_lines_of_telemetry(status, tmp_path):
     assert Status.from_dict(line).to_dict() == status.to_dict()
 
 
+def test_a_line_of_an_older_version_comes_back_without_what_it_does_not_tell():
+    line = STATUS.to_dict()
+    for rank in line["ranks"]:
+        for name in ("past_score", "node", "waits_s"):
+            del rank[name]
+    assert str(Status.from_dict(line)) == str(STATUS)
+
+
+def test_a_rank_tells_its_past_and_where_it_waits_most():
+    rank = RankStatus(
+        0, 0.12, 1.0, past_score=0.71, node="n0", waits_s={"collectives of group dp": 0.124, "rank 5": 0.01}
+    )
+    status = Status("nothing", "on", 120, 0.0, 0.31, *[math.nan] * 3, 0.0, (rank,))
+    assert str(status).splitlines()[2].endswith("0.71  collectives of group dp, 40 % of a step")
+    assert Status.from_dict(status.to_dict()).ranks == status.ranks
+    assert status.scalars()["status/rank 0/past_score"] == 0.71
+
+
 def test_what_is_no_status_is_refused_by_what_lacks():
     with pytest.raises(ValueError, match=r"no Status is here.*saved_s"):
         Status.from_dict({"kind": "units", "step": 3})

@@ -69,7 +69,7 @@ class Status:
         saved_s: seconds that dividing otherwise has saved so far by these two, less those of moves.
         cost_s: seconds that slow ranks have cost the group so far, or would have at even shares.
         ranks: [R], each rank; empty before all were measured.
-        decided: what was decided last, and why; empty before anything was.
+        decided: what was decided last, and why; of a watch, what slows most ranks alike; empty before anything was.
     """
 
     kind: Kind

@@ -1,5 +1,6 @@
 """What NVML tells of a GPU, by a module that stands in for it; nothing fails or waits where it does."""
 
+import sys
 import threading
 import types
 
@@ -80,19 +81,11 @@ def test_where_nvml_fails_nothing_is_known(fails):
     nvml = Nvml()
     setattr(nvml, fails, fail)
     reader = GpuReader(DEVICE, nvml)
-    for _ in range(3):
-        assert reader.read() is None
-        while reader.thread.is_alive():
-            pass
-    assert nvml.num_read <= 1
+    assert [read(reader) for _ in range(3)] == [None] * 3 and nvml.num_read <= 1
 
 
 def test_where_nvml_is_missing_or_there_is_no_gpu_nothing_is_known(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "pynvml", None)
-    assert read_once(GpuReader(DEVICE)) is None
-    assert read_once(GpuReader(torch.device("cpu"), Nvml())) is None
-
-
-def read_once(reader):
-    assert not reader.thread.is_alive()
-    return reader.read()
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert read(GpuReader(DEVICE)) is None
+    reader = GpuReader(torch.device("cpu"), Nvml())
+    assert reader.read() is None and not reader.thread.is_alive()

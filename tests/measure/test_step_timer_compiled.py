@@ -34,7 +34,7 @@ class Waits:
     def __init__(self):
         self.num_begun = self.num_ended = self.num_backwards = 0
 
-    def wait_begins(self):
+    def wait_begins(self, where=None):
         self.num_begun += 1
 
     def wait_ends(self):

@@ -29,23 +29,15 @@ class GpuReader:
     """
 
     def __init__(self, device: torch.device, nvml: Any = None) -> None:
-        self._nvml, self._read_at = nvml, -_EVERY_S
-        self._state: GpuState | None = None
-        self.thread = threading.Thread()
+        self._device, self._nvml, self._read_at = device, nvml, -_EVERY_S
         self._handle: Any = None
-        if device.type != "cuda":
-            return
-        try:
-            self._nvml = nvml or importlib.import_module("pynvml")
-            self._nvml.nvmlInit()
-            uuid = torch.cuda.get_device_properties(device).uuid
-            self._handle = self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-        except Exception as error:
-            logger.info("why a GPU is slow is not asked: %s", error)
+        self._state: GpuState | None = None
+        self._is_over = device.type != "cuda"
+        self.thread = threading.Thread()
 
     def read(self) -> GpuState | None:
         """Return the state, as of some seconds ago; None where it is not known. Nothing waits for NVML."""
-        if self._handle is not None and not self.thread.is_alive() and time.monotonic() >= self._read_at + _EVERY_S:
+        if not self._is_over and not self.thread.is_alive() and time.monotonic() >= self._read_at + _EVERY_S:
             self._read_at = time.monotonic()
             self.thread = threading.Thread(target=self._read, daemon=True)
             self.thread.start()
@@ -53,10 +45,15 @@ class GpuReader:
 
     def _read(self) -> None:
         try:
+            if self._handle is None:
+                self._nvml = self._nvml or importlib.import_module("pynvml")
+                self._nvml.nvmlInit()
+                uuid = torch.cuda.get_device_properties(self._device).uuid
+                self._handle = self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
             self._state = self._of_now()
         except Exception as error:
             logger.info("why a GPU is slow is not asked any more: %s", error)
-            self._handle = self._state = None
+            self._state, self._is_over = None, True
 
     def _of_now(self) -> GpuState:
         nvml, handle = self._nvml, self._handle

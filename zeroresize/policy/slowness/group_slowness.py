@@ -9,7 +9,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -65,7 +65,7 @@ class PastSlowness:
     """Describe what slows most ranks of a group alike, or what they send each other, against their own past.
 
     Attributes:
-        times: how many times as long their steps take as before.
+        times: how many times as long their steps take as before, as it was told last.
         since_step: after so many steps it began.
         num_steps: for so long it has lasted.
         ranks: whose steps take longer; of a link, who waits longer.
@@ -88,6 +88,9 @@ class PastEvent:
     kind: Change
     slow: PastSlowness
     times_before: float
+
+
+Event: TypeAlias = SlownessEvent | PastEvent
 
 
 @dataclass(frozen=True)
@@ -176,8 +179,7 @@ class GroupSlowness:
 
     def __init__(self, num_ranks: int, tolerance: float = TOLERANCE, nodes: Sequence[str] = ()) -> None:
         self._levels = [RankLevel(tolerance) for _ in range(num_ranks)]
-        self._tolerance, self._nodes = tolerance, tuple(nodes)
-        self._past = Past(max(tolerance, ALIKE))
+        self._nodes, self._past = tuple(nodes), Past(max(tolerance, ALIKE))
         self._links = defaultdict[Place, Past](lambda: Past(tolerance))
         self._waiting = defaultdict[Place, set[int]](set)  # who has waited there
         self._lasting: dict[Place | None, PastSlowness] = {}
@@ -188,9 +190,7 @@ class GroupSlowness:
         self._last_step, self._cost_s = 0, 0.0
         self.compares_work = False
 
-    def update(
-        self, windows: Sequence[StepWindow], surroundings: Sequence[Surroundings] = ()
-    ) -> list[SlownessEvent | PastEvent]:
+    def update(self, windows: Sequence[StepWindow], surroundings: Sequence[Surroundings] = ()) -> list[Event]:
         """Take the windows [R] of a round; return what it changes. Where a rank has measured nothing it is left out."""
         if not all(window.is_sound for window in windows):
             return []
@@ -205,8 +205,7 @@ class GroupSlowness:
         others_busy_s, ratios = _compared(windows)
         ratios = list(map(min, ratios, _compared(as_they_are)[1]))
         self._rounds.append(_Round(windows, first_step, self._last_step - first_step, others_busy_s, ratios))
-        events: list[SlownessEvent | PastEvent] = []
-        events += [event for rank in range(len(windows)) if (event := self._follow(rank)) is not None]
+        events: list[Event] = [event for rank in range(len(windows)) if (event := self._follow(rank)) is not None]
         for rank, slowness in self._slow.items():  # also in rounds before the slowness was told
             for past in self._rounds:
                 if past.first_step >= slowness.since_step and (excess_s := past.excess_s(rank)) > past.counted_s:
@@ -327,8 +326,8 @@ class GroupSlowness:
             num_steps = self._last_step - first.first_step
             before = PastSlowness(change.after, first.first_step, num_steps, ranks, cause, str(place or ""))
         elif before is not None and not level.seems_recovered:
-            num_steps = before.num_steps + newest.num_steps
-            before = replace(before, times=level.times, num_steps=num_steps, ranks=ranks, cause=cause)
+            times, num_steps = before.times if change is None else change.after, before.num_steps + newest.num_steps
+            before = replace(before, times=times, num_steps=num_steps, ranks=ranks, cause=cause)
         assert before is not None
         if level.is_slow:
             self._lasting[place] = before

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from zeroresize.policy.slowness.group_slowness import PastEvent, PastSlowness, SlownessEvent, SlowRank, WatchReport
+from zeroresize.policy.slowness.group_slowness import (
+    Event,
+    PastEvent,
+    PastSlowness,
+    SlownessEvent,
+    SlowRank,
+    WatchReport,
+)
 from zeroresize.status import LEAST_WAIT
 from zeroresize.utils.texts import TEXTS_OF_CAUSES, named_ranks, percent_text, seconds_text
 
@@ -15,7 +22,7 @@ _LEAST_CLOCK = 0.05
 _MOST_NODES = 3
 
 
-def lines_of(events: Sequence[SlownessEvent | PastEvent], report: WatchReport, *, compares_work: bool) -> list[str]:
+def lines_of(events: Sequence[Event], report: WatchReport, *, compares_work: bool) -> list[str]:
     """Return a line for each event of an update, or one for many of a kind.
 
     Unless times are for as much work, ``compares_work``, a rank may just have more.

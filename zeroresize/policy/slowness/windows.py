@@ -34,17 +34,12 @@ class WatchedStep:
 
     @classmethod
     def of_times(
-        cls,
-        times: StepTimes,
-        products_s: float,
-        work: float,
-        inputs: float = math.nan,
-        waits_s: Mapping[Any, float] | None = None,
+        cls, times: StepTimes, products_s: float, work: float, inputs: float, waits_s: Mapping[Any, float]
     ) -> WatchedStep:
-        """Return a step that was timed, with the seconds of its products, 0 where it had none that was timed."""
+        """Return a step that was timed, with the seconds of its products, and its inputs, 0 where it had none."""
         most_s = max(times.busy_s - times.outside_s, 0.0)
         known_s = min(products_s, most_s) if products_s > 0.0 else math.nan
-        return cls(times.busy_s, times.wait_s, times.outside_s, known_s, work, inputs or math.nan, waits_s or {})
+        return cls(times.busy_s, times.wait_s, times.outside_s, known_s, work, inputs or math.nan, waits_s)
 
 
 @dataclass(frozen=True)
