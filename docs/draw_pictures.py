@@ -25,7 +25,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from rich.console import Console
 
-from zeroresize.commands import demo, live, report
+from zeroresize.commands import live, report
+from zeroresize.commands.demo_training import train
 from zeroresize.commands.ranks import StartedRanks
 
 FOLDER = Path(__file__).resolve().parent / "pictures"
@@ -41,7 +42,7 @@ def measure(name: str, is_balanced: bool, path: Path, seconds: float) -> list[tu
     phases = [(share, {1: CHI} if is_slow else {}, is_balanced) for share, is_slow in PHASES]
     rows, passed_s = [], 0.0
     # of three times as long since long ago a third is left: that is what training takes
-    with StartedRanks(demo._train, 2, phases, 0.0, 3 * seconds, str(path)) as ranks:
+    with StartedRanks(train, 2, phases, 0.0, 3 * seconds, str(path)) as ranks:
         while not ranks.have_ended:
             for number, step_s in ranks.received(1.0):
                 passed_s += 5 * step_s

@@ -148,7 +148,20 @@ def test_an_exporter_that_fails_warns_once_and_ends_no_job(wandb, caplog, tmp_pa
     assert f"Prometheus's {tmp_path / 'no' / 'file.prom'} is incomplete from step 20 on" in caplog.messages[-1]
 
 
-def test_a_package_that_is_not_there_is_named_with_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ModuleNotFoundError, match=r"needs the package wandb: pip install 'zeroresize\[wandb\]'"):
-        zr.WandbTelemetry()
+@pytest.mark.parametrize(
+    ("exporter", "arguments", "module", "extra"),
+    [
+        (zr.WandbTelemetry, [], "wandb", "wandb"),
+        (zr.PrometheusTelemetry, [9400], "prometheus_client", "prometheus"),
+        (zr.TensorBoardTelemetry, ["events"], "tensorboard.compat.proto.event_pb2", "tensorboard"),
+    ],
+)
+def test_a_package_that_is_not_there_is_named_with_what_to_install(
+    exporter, arguments, module, extra, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, module, None)
+    package = module.partition(".")[0]
+    with pytest.raises(ModuleNotFoundError, match=rf"needs the package {package}: pip install 'zeroresize\[{extra}\]'"):
+        exporter(*arguments)
+    assert list(tmp_path.iterdir()) == []

@@ -121,17 +121,16 @@ class WandbTelemetry(_Exporter):
     They go out with what the program logs next, so its own steps stay as they are. Needs the package ``wandb``.
 
     Args:
-        run: what ``wandb.init`` returned; by default the run that there is when a record comes.
         commit: sends each record by itself, for a program that logs nothing else.
     """
 
-    def __init__(self, run: Any = None, *, commit: bool = False) -> None:
+    def __init__(self, *, commit: bool = False) -> None:
         super().__init__("Weights & Biases' run")
-        self._wandb, self._run, self._commit = need("wandb", "wandb"), run, commit
+        self._wandb, self._commit = need("wandb", "wandb"), commit
         self._defined: set[str] = set()
 
     def _export(self, record: Any) -> None:
-        if (run := self._run or self._wandb.run) is None:
+        if (run := self._wandb.run) is None:
             raise RuntimeError("wandb.init was not called")
         numbers = {name: value for name, value in record.scalars().items() if not math.isnan(value)}
         for name in numbers.keys() - self._defined:

@@ -9,6 +9,7 @@ import pytest
 
 from zeroresize.commands import live
 from zeroresize.commands.__main__ import COMMANDS, main
+from zeroresize.commands.tables import CommandError
 from zeroresize.status import RankStatus, Status
 
 SLOW = RankStatus(1, 0.48, 0.25, 0.67, 40, "products", 12.0)
@@ -70,20 +71,21 @@ def test_a_file_that_grows_is_read_on_where_it_was_left_and_an_unfinished_line_w
 
 
 def test_off_a_terminal_a_line_is_printed_for_each_new_status_until_the_job_ends(tmp_path, capsys, monkeypatch):
-    path, coming = tmp_path / "status.jsonl", [at(20), at(30, state="ended")]
+    path, coming = tmp_path / "status.jsonl", [at(20), at(30), at(30, state="ended")]
     write(path, at(10))
     monkeypatch.setattr(live.time, "sleep", lambda _: write(path, coming.pop(0)) if coming else None)
     monkeypatch.setattr(live, "_LINE_EVERY_S", 0.0)
     assert main(["live", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(";")[0] for line in lines] == ["step 10", "step 20", "step 30"]
+    assert [line.split(";")[0] for line in lines] == ["step 10", "step 20", "step 30", "step 30"]
+    assert "(ended)" in lines[-1]
     assert all("rank 1 4.00 times slower" in line for line in lines)
 
 
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        (None, "no file of lines of JSON is there"),
+        (None, "no file is there whose name ends in .jsonl"),
         ("{\n", "line 1: no line of JSON"),
         ('{"ranks": [], "expected_step_s": 1}\n', "kind, state"),
     ],
@@ -108,6 +110,17 @@ def test_help_of_every_command_is_there_without_torch():
         out = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
         assert out.returncode == 0, out.stderr
         assert "usage: zeroresize" in out.stdout
+
+
+def test_what_is_no_file_is_passed_over_and_what_cannot_be_read_is_named(tmp_path, capsys):
+    (tmp_path / "folder.jsonl").mkdir()
+    write(tmp_path / "status.jsonl", at(20))
+    assert main(["live", "--once", str(tmp_path), str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("step 20;") == 1
+    group = live.Group(tmp_path / "status.jsonl")
+    group.path.unlink()
+    with pytest.raises(CommandError, match=r"status.jsonl: cannot be read: No such file or directory"):
+        group.look()
 
 
 def test_without_rich_it_is_said_what_to_install(tmp_path, capsys, monkeypatch):

@@ -13,7 +13,7 @@ from zeroresize.commands.probe import Reading, slow_ranks
 def readings(what, rounds_of_ranks, nodes="aaaaaaaa"):
     """Of each rank the seconds of its rounds; None for a rank that has none."""
     return [
-        Reading(rank, nodes[rank], "cpu", "cpu", None, {} if rounds is None else {what: rounds}, {})
+        Reading(rank, nodes[rank], "cpu", "cpu", {} if rounds is None else {what: rounds}, {})
         for rank, rounds in enumerate(rounds_of_ranks)
     ]
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 from xml.etree import ElementTree
 
@@ -33,7 +34,7 @@ def texts_of(page, heading):
 
 def test_it_tells_whether_balancing_paid_who_was_slow_and_what_was_decided(page_of):
     page, printed = page_of(first=RUN)
-    assert "balancing saved 20.0 s: 50.0 s would have been 1 min 10 s, 29 % more" in page and "saved 20.0 s" in printed
+    assert "balancing saved 20.0 s: 50.0 s would have been 1 min 10 s, 40 % more" in page and "saved 20.0 s" in printed
     assert "60, has ended" in page
     assert texts_of(page, "Who was slow") == [["1", "15", "40", "4.00", "matrix products", "3.0 s"]]
     assert texts_of(page, "What was decided") == [["30", "why of 30"], ["50", "why of 50"]]
@@ -52,17 +53,17 @@ def test_its_pictures_are_sound_svg_of_which_each_has_a_title_and_nothing_comes_
 
 
 def test_ranks_differ_in_grey():
-    speeds = pictures.of_ranks(RUN, "speed", "speeds", "speed")
-    colors = set(re.findall(r"#[0-9a-f]{6}", pictures.of_shares(RUN) + speeds))
+    svgs = pictures.of_run(RUN)
+    colors = set(re.findall(r"#[0-9a-f]{6}", "".join(svgs)))
     assert colors and all(color[1:3] == color[3:5] == color[5:7] for color in colors)
-    assert "stroke-dasharray" in speeds
+    assert "stroke-dasharray" in svgs[1]
 
 
 def test_of_many_ranks_those_that_were_slow_are_drawn():
     ranks = tuple(RankStatus(rank, 0.1, 0.5 + rank / 200, 1.0, 5 if rank == 7 else None) for rank in range(64))
     many = dataclasses.replace(at(10), ranks=ranks)
     assert pictures.chosen_ranks([many]) == [7, 63]
-    assert "rank 7" in pictures.of_shares([many, many])
+    assert "rank 7" in pictures.of_run([many, many])[2]
 
 
 def test_runs_stand_side_by_side(page_of):
@@ -88,6 +89,36 @@ def test_runs_are_compared_by_steps_shares_and_the_scores_beside_them(tmp_path, 
     assert rows[1] == ["zero", "20", "400 ms", "4.00", "1.00", "1.00", "0.00", "0 ms", "2", "70.0 %"]
     dropping = Run("dropping", [at(10, (1.0, 0.2)), at(20, (1.0, 0.4))], {})
     assert compared([even, dropping])[2][5:7] == ["0.30", "0.35"]
+
+
+def test_runs_of_several_starts_are_told_in_all(tmp_path, capsys, page_of):
+    again = [dataclasses.replace(each, time=each.time + 9000.0) for each in RUN[1:]]
+    page, _ = page_of(first=RUN[:4] + again)
+    assert "balancing saved 40.0 s: 1 min 10 s would have been 1 min 50 s, 57 % more" in page
+    assert [row[:3] for row in texts_of(page, "Who was slow")] == [["1", "15", "40"]] * 2
+    assert [status.step for status in runs_of([str(tmp_path / "first.jsonl")])[0].statuses] == [10, 20, 30, 40, 50, 60]
+    counted_on = [dataclasses.replace(each, saved_s=each.saved_s + 20.0) for each in again]
+    assert Run("", RUN + counted_on, {}).saved_s == 40.0
+    assert Run("", RUN, {}).spent_s == 50.0
+
+
+def test_runs_have_names_of_their_own_wherever_they_are(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("_old", "$x_{", "<i>"):
+        (tmp_path / name).mkdir()
+        write_runs(tmp_path / name, status=RUN)
+    assert main(["report", str(tmp_path / "_old"), "$x_{", "<i>", "<i>/status.jsonl"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:4]] == ["_old", "$x_{", "<i>"]
+    page = (tmp_path / "report.html").read_text()
+    assert all(f">run {name}</text>" in page for name in ("_old", "$x_{", "&lt;i&gt;")) and "<i>" not in page
+    monkeypatch.chdir(tmp_path / "_old")
+    assert [run.name for run in runs_of(["status.jsonl"])] == ["_old"]
+
+
+def test_what_is_not_known_is_no_number():
+    unknown = Run("first", [at(10, (math.nan, math.nan), step_s=math.nan)], {})
+    assert compared([unknown, unknown])[1][2:7] == ["?"] * 5
+    assert len(unknown.pictures) == 2  # shares are not known
 
 
 def test_texts_of_a_run_are_no_html(page_of):

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import zeroresize
-from zeroresize.commands.errors import CommandError
+from zeroresize.commands.tables import CommandError
 from zeroresize.utils.extras import MissingExtra
 
 #: What each command is for; its module has ``configure(parser)`` and ``run(options)``, which returns the exit status.

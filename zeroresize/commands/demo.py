@@ -1,7 +1,7 @@
 """Train a small model on two ranks of this machine, one of them slow for a while: without balancing, and with it.
 
-The blocks of a transformer are split by torch's parallelize_module over two processes of a thread each, which reach
-each other over loopback alone; data are random. Rank 1's products take CHI times as long in the middle of the run. What
+Feed-forward blocks are split by torch's parallelize_module over two processes of a thread each, which reach each other
+over loopback alone; data are random. Rank 1's products take CHI times as long in the middle of the run. What
 the balancer tells is written to FOLDER/status.jsonl, for `zeroresize live`. Ctrl-C ends all.
 """
 
@@ -11,15 +11,13 @@ import argparse
 import math
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from zeroresize.commands import live
-from zeroresize.commands.errors import CommandError
-from zeroresize.commands.ranks import Member, StartedRanks
-from zeroresize.commands.tables import console, table_of
+from zeroresize.commands.ranks import StartedRanks
+from zeroresize.commands.tables import CommandError, console, table_of
 from zeroresize.utils.extras import need
 from zeroresize.utils.texts import duration_text
 from zeroresize.utils.usual import middle_of
@@ -30,7 +28,7 @@ _LEAST_S, _MOST_S = 4.0, 3600.0
 _MOST_CHI = 100.0
 #: Times of even steps differ by no more on an idle machine.
 _ALIKE = 1.2
-_LOOK_EVERY_S, _NUM_SPARKS = 0.5, 15
+_LOOK_EVERY_S = 0.5
 _NEXT = """
 Next:
   zeroresize report {folder}    # one page of it: who was slow, what was decided, and did it pay
@@ -66,11 +64,16 @@ def run(options: argparse.Namespace) -> int:
         if not least <= value <= most:
             raise CommandError(f"--{name} {value:g} is not allowed: a number from {least:g} to {most:g} is needed")
     screen, path, steps = console(), _new_file(options.folder), _Steps(options.chi)
+    from zeroresize.commands.demo_training import train  # and so torch, once all else is right
+
     phases = [(share, {1: options.chi} if is_slow else {}, is_balanced) for _, share, is_slow, is_balanced in PHASES]
-    with StartedRanks(_train, 2, phases, time.time(), options.seconds, str(path)) as ranks:
+    with StartedRanks(train, 2, phases, time.time(), options.seconds, str(path)) as ranks:
         _show(ranks, steps, live.Group(path), screen)
     screen.print(steps.table())
-    print("\n".join([*steps.disturbances, _NEXT.format(folder=path.parent)]))
+    first_s, last_s = sorted((steps.usual_s(0), steps.usual_s(len(PHASES) - 1)))
+    if last_s > _ALIKE * first_s:
+        print("Other programs kept this machine busy, as even steps differ: run it again when it is idle.")
+    print(_NEXT.format(folder=path.parent))
     return 0
 
 
@@ -85,17 +88,11 @@ def _new_file(folder: Path | None) -> Path:
     return path
 
 
-def _train(member: Member, send: Callable[[Any], None], *arguments: Any) -> None:
-    from zeroresize.commands.demo_training import train  # which imports torch, in the ranks alone
-
-    train(member, send, *arguments)
-
-
 class _Steps:
     """What the ranks have sent: of each update its phase, and the seconds of a step."""
 
     def __init__(self, chi: float) -> None:
-        self._chi = chi
+        self._texts = [text.format(chi=chi) for text, *_ in PHASES]
         self.updates: list[tuple[int, float]] = []
 
     @property
@@ -103,37 +100,22 @@ class _Steps:
         if not self.updates:
             return "two ranks start"
         number = self.updates[-1][0]
-        return f"phase {number + 1} of {len(PHASES)}: {self.text(number)}"
-
-    def text(self, number: int) -> str:
-        return PHASES[number][0].format(chi=self._chi)
+        return f"phase {number + 1} of {len(PHASES)}: {self._texts[number]}"
 
     def usual_s(self, number: int) -> float:
         """Seconds of a step in the second half of a phase, in which all that moves has moved."""
         of_phase = [step_s for phase, step_s in self.updates if phase == number]
         return middle_of(of_phase[len(of_phase) // 2 :]) if of_phase else math.nan
 
-    @property
-    def disturbances(self) -> list[str]:
-        """A line where phases that are alike took unlike times."""
-        first_s, last_s = sorted((self.usual_s(0), self.usual_s(len(PHASES) - 1)))
-        if last_s <= _ALIKE * first_s:
-            return []
-        return ["Other programs kept this machine busy, as even steps differ: run it again when it is idle."]
-
     def table(self) -> Any:
-        """What a terminal shows of the phases, with a character for a fifteenth of each."""
-        even_s, off_s = self.usual_s(0), self.usual_s(1)
-        most_s = max((step_s for _, step_s in self.updates), default=math.nan)
-        rows = []
-        for number, step_s in enumerate(map(self.usual_s, range(len(PHASES)))):
-            steps_s = [each_s for phase, each_s in self.updates if phase == number]
-            places = [at * len(steps_s) // _NUM_SPARKS for at in range(_NUM_SPARKS if steps_s else 0)]
-            drawn = live.blocks([steps_s[place] for place in places], most_s)
-            faster = f"{off_s / step_s:.2f} times" if number == 2 else ""
-            rows.append((self.text(number), drawn, duration_text(step_s), f"{step_s / even_s:.2f}", faster))
-        headings = ("phase", "steps", "a step", "of the even one", "faster than off")
-        return table_of(headings, rows, numbers=headings[2:])
+        """What a terminal shows of the phases."""
+        steps_s = [self.usual_s(number) for number in range(len(PHASES))]
+        rows = [
+            (text, duration_text(s), f"{s / steps_s[0]:.2f}", "") for text, s in zip(self._texts, steps_s, strict=True)
+        ]
+        rows[2] = (*rows[2][:3], f"{steps_s[1] / steps_s[2]:.2f} times")
+        headings = ("phase", "a step", "of the even one", "faster than off")
+        return table_of(headings, rows, numbers=headings[1:])
 
 
 def _show(ranks: StartedRanks, steps: _Steps, group: live.Group, screen: Any) -> None:

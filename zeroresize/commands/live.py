@@ -10,7 +10,6 @@ import argparse
 import math
 import time
 from collections import deque
-from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
         screen.print(shown(groups, screen.width))
         return 0
     live = need("rich.live", "cli").Live(shown(groups, screen.width), console=screen, auto_refresh=False)
-    said: dict[Path, int] = {}
+    said: dict[Path, Status] = {}
     with live if screen.is_terminal else nullcontext():
         printed = -math.inf
         while True:
@@ -56,12 +55,12 @@ def run(options: argparse.Namespace) -> int:
                 group.look()
 
 
-def _print_lines(groups: list[Group], said: dict[Path, int]) -> None:
-    """Print a line of each group that has told anything since the step that was said last."""
+def _print_lines(groups: list[Group], said: dict[Path, Status]) -> None:
+    """Print a line of each group that has told anything since what was said last."""
     for group in groups:
         status = group.newest
-        if status is not None and said.get(group.path) != status.step:
-            said[group.path] = status.step
+        if status is not None and said.get(group.path) is not status:
+            said[group.path] = status
             slow = "".join(
                 f"; rank {each.rank} {1.0 / each.speed:.2f} times slower"
                 for each in status.ranks
@@ -93,11 +92,6 @@ class Group:
         """Whether its job has said so."""
         return self.newest is not None and self.newest.state == "ended"
 
-    @property
-    def age(self) -> str:
-        """How long ago it last said anything."""
-        return "" if self.newest is None else f"{duration_text(max(time.time() - self.newest.time, 0.0))} ago"
-
 
 def telling(groups: list[Group]) -> list[Group]:
     """Return the groups that have a status; of a run's folder other files tell none. All, before any has."""
@@ -113,7 +107,8 @@ def shown(groups: list[Group], width: int) -> Any:
         if status is None:
             parts.append(text_of(f"{group.path}: nothing yet", style="dim"))
             continue
-        parts += [text_of(status.headline, style="bold"), text_of(f"{group.path}, {group.age}", style="dim")]
+        ago = f"{duration_text(max(time.time() - status.time, 0.0))} ago"
+        parts += [text_of(status.headline, style="bold"), text_of(f"{group.path}, {ago}", style="dim")]
         if status.ranks:
             slow = [place for place, rank in enumerate(status.ranks) if rank.slow_since is not None]
             parts.append(table_of(HEADINGS, status.rows, numbers=HEADINGS[:4], bold=slow))
@@ -126,9 +121,5 @@ def shown(groups: list[Group], width: int) -> Any:
 def sparkline(seconds: list[float]) -> str:
     """Return a character for each number, from 0 up, and the largest and the last in words."""
     most = max(seconds)
-    return f"{blocks(seconds, most)}  now {duration_text(seconds[-1])}, at most {duration_text(most)}"
-
-
-def blocks(numbers: Iterable[float], most: float) -> str:
-    """Return a character for each number of 0 to ``most``."""
-    return "".join(_SPARKS[min(int(len(_SPARKS) * each / most), len(_SPARKS) - 1)] for each in numbers)
+    drawn = "".join(_SPARKS[min(int(len(_SPARKS) * each / most), len(_SPARKS) - 1)] for each in seconds)
+    return f"{drawn}  now {duration_text(seconds[-1])}, at most {duration_text(most)}"

@@ -19,9 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zeroresize.commands.errors import CommandError
 from zeroresize.commands.ranks import LIMIT, Member, StartedRanks, member_of_job
-from zeroresize.commands.tables import console, table_of
+from zeroresize.commands.tables import CommandError, console, table_of
 from zeroresize.config import BalanceConfig
 from zeroresize.utils.usual import middle_of, usual_of_others
 
@@ -50,7 +49,6 @@ class Reading:
 
     Attributes:
         device: "cpu", or the name of a GPU; ``kind`` is "cpu" or "cuda".
-        free_bytes: of its memory; None where that is not known.
         seconds: of each round.
         per_second: FLOPs or bytes.
     """
@@ -59,7 +57,6 @@ class Reading:
     node: str
     device: str
     kind: str
-    free_bytes: int | None
     seconds: Mapping[str, Sequence[float]]
     per_second: Mapping[str, float]
 
@@ -140,7 +137,6 @@ def _measure(member: Member, seconds: float) -> Reading:
     from zeroresize.comm.collectives import require_group
     from zeroresize.measure.links import measure_neighbour_links
     from zeroresize.measure.timed_products import FIRST_TOKENS, fastest_seconds, product_seconds
-    from zeroresize.resharding.agreement import free_bytes
 
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device("cpu")
@@ -184,7 +180,7 @@ def _measure(member: Member, seconds: float) -> Reading:
     kept = {name: rounds[2:] for name, rounds in taken_s.items() if rounds}
     per_second = {name: amounts[name] / middle_of(rounds) for name, rounds in kept.items()}
     name = torch.cuda.get_device_name(device) if kind == "cuda" else "cpu"
-    return Reading(member.rank, member.nodes[member.rank], name, kind, free_bytes(device), kept, per_second)
+    return Reading(member.rank, member.nodes[member.rank], name, kind, kept, per_second)
 
 
 def _of_this_machine(seconds: float) -> list[Reading]:
@@ -203,14 +199,13 @@ def _send_readings(member: Member, send: Callable[[Any], None], seconds: float) 
 
 def _table(readings: Sequence[Reading]) -> Any:
     shown = [what for what in _TEXTS if any(what in reading.per_second for reading in readings)]
-    headings = [what.replace("link", "to next rank") for what in ("rank", "node", "device", *shown, "free memory")]
+    headings = [what.replace("link", "to next rank") for what in ("rank", "node", "device", *shown)]
     rows = [
         (
             str(each.rank),
             each.node,
             each.device,
             *(_rate(each.per_second[what], _UNITS[what]) if what in each.per_second else "" for what in shown),
-            "" if each.free_bytes is None else _rate(each.free_bytes, "B"),
         )
         for each in readings
     ]

@@ -16,14 +16,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from zeroresize.commands import pictures
-from zeroresize.commands.errors import CommandError
-from zeroresize.commands.statuses import changes_of, of_all_ranks, statuses_of
-from zeroresize.commands.tables import console, table_of
+from zeroresize.commands.statuses import changes_of, of_all_ranks, starts_of, statuses_of
+from zeroresize.commands.tables import CommandError, console, table_of
 from zeroresize.status import HEADINGS, RankStatus, Status
 from zeroresize.utils.extras import need
 from zeroresize.utils.texts import CAUSES, duration_text, percent_text
 
-_SHARES = ("least share", "dropped")
 _TEMPLATE = Path(__file__).with_name("report.html.j2")
 
 
@@ -49,13 +47,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def runs_of(paths: Sequence[str]) -> list[Run]:
-    """Return the runs of these files and folders, each named by its folder where several have other ones."""
-    of_file = statuses_of(paths)
-    names = {path: path.parent if path.name == "status.jsonl" else path for path in of_file}
-    if len(names) > 1:
-        common = os.path.commonpath(path.parent for path in names.values())
-        names = {path: Path(os.path.relpath(name, common)) for path, name in names.items()}
-    return [Run(str(names[path]), statuses, scores_of(path)) for path, statuses in of_file.items()]
+    """Return the runs of these files and folders, each named by its file, or by its folder if that is status.jsonl."""
+    of_file = {path.absolute(): statuses for path, statuses in statuses_of(paths).items()}
+    names = [path.parent if path.name == "status.jsonl" else path for path in of_file]
+    common = os.path.commonpath(path.parent for path in names)
+    return [
+        Run(os.path.relpath(name, common), statuses, scores_of(path))
+        for name, (path, statuses) in zip(names, of_file.items(), strict=True)
+    ]
 
 
 def scores_of(path: Path) -> dict[str, float]:
@@ -72,32 +71,48 @@ class Run:
     """What one file of statuses tells."""
 
     def __init__(self, name: str, statuses: Sequence[Status], scores: Mapping[str, float]) -> None:
-        self.name, self.statuses, self.last, self.scores = name, statuses, statuses[-1], scores
-        self.steps_s = sorted(each.step_s for each in statuses if not math.isnan(each.step_s)) or [math.nan]
+        self.name, self.last, self.scores, self._starts = name, statuses[-1], scores, starts_of(statuses)
+        #: Without steps that a later start has done again.
+        self.statuses = [
+            status
+            for place, start in enumerate(self._starts)
+            for status in start
+            if all(status.step < later[0].step for later in self._starts[place + 1 :])
+        ]
+        self.steps_s = sorted(each.step_s for each in self.statuses if not math.isnan(each.step_s)) or [math.nan]
         self.middle_s = statistics.median(self.steps_s)
-        shares = [[rank.share for rank in status.ranks] for status in of_all_ranks(statuses)]
+        self.spent_s = math.fsum(start[-1].time - start[0].time for start in self._starts)
+        self.saved_s, self.cost_s = self._total("saved_s"), self._total("cost_s")
+        shares = [[rank.share for rank in status.ranks] for status in of_all_ranks(self.statuses)]
         #: On average over the run, of an even share: what the rank computed that was relieved most, and nobody did.
         self.least_share = min(map(statistics.fmean, zip(*shares, strict=True)), default=math.nan)
         self.dropped = max(1.0 - statistics.fmean(map(statistics.fmean, shares)), 0.0) if shares else math.nan
 
+    def _total(self, name: str) -> float:
+        """Seconds of all starts; of some kinds they go on from a checkpoint, of others from 0."""
+        total_s = before_s = 0.0
+        for start in self._starts:
+            first_s, last_s = (getattr(start[at], name) for at in (0, -1))
+            total_s += last_s - (before_s if 0.0 < before_s <= first_s else 0.0)
+            before_s = last_s
+        return total_s
+
     @property
     def verdict(self) -> str:
         """Whether balancing paid, in one sentence."""
-        last, spent_s = self.last, self.last.time - self.statuses[0].time
-        if last.kind == "nothing":
-            cost = f"slow ranks cost {duration_text(last.cost_s)}" if last.cost_s > 0.0 else "no rank was slow for long"
-            return f"{cost} of {duration_text(spent_s)}; nothing was balanced"
-        if math.isnan(last.saved_s):
-            return f"{last.kind} were balanced; what that saved this kind does not tell"
-        if last.saved_s <= 0.0:
-            return f"balancing saved nothing yet ({duration_text(last.saved_s)} of {duration_text(spent_s)})"
-        share = last.saved_s / (spent_s + last.saved_s)
-        return (
-            f"balancing saved {duration_text(last.saved_s)}: {duration_text(spent_s)} would have been "
-            f"{duration_text(spent_s + last.saved_s)}, {percent_text(share)} more"
-            if spent_s > 0.0
-            else f"balancing saved {duration_text(last.saved_s)}"
-        )
+        kind, spent, saved = self.last.kind, duration_text(self.spent_s), duration_text(self.saved_s)
+        if kind == "nothing":
+            cost = f"slow ranks cost {duration_text(self.cost_s)}" if self.cost_s > 0.0 else "no rank was slow for long"
+            return f"{cost} of {spent}; nothing was balanced"
+        if math.isnan(self.saved_s):
+            return f"{kind} were balanced; what that saved this kind does not tell"
+        if self.saved_s <= 0.0:
+            return f"balancing saved nothing yet ({saved} of {spent})"
+        if self.spent_s <= 0.0:
+            return f"balancing saved {saved}"
+        evenly_s = self.spent_s + self.saved_s
+        more = percent_text(self.saved_s / self.spent_s)
+        return f"balancing saved {saved}: {spent} would have been {duration_text(evenly_s)}, {more} more"
 
     @property
     def facts(self) -> list[tuple[str, str]]:
@@ -106,24 +121,25 @@ class Run:
         end = "has ended" if self.last.state == "ended" else f"last heard of at step {self.last.step}"
         return [
             ("steps", f"{self.last.step}, {end}"),
-            ("time", duration_text(self.last.time - self.statuses[0].time)),
+            ("time", duration_text(self.spent_s)),
             ("ranks", str(len(self.last.ranks))),
             ("a step: shortest, middle, longest", ", ".join(map(duration_text, steps_s))),
-            ("saved", duration_text(self.last.saved_s)),
-            ("cost of slow ranks", duration_text(self.last.cost_s)),
+            ("saved", duration_text(self.saved_s)),
+            ("cost of slow ranks", duration_text(self.cost_s)),
             *((name, score_text(name, score)) for name, score in self.scores.items()),
         ]
 
     @property
     def slow(self) -> list[tuple[str, ...]]:
         """Texts of each time that a rank was slow: which, from and to which step, how slow, why, at what cost."""
-        seen: dict[tuple[int, int], list[tuple[int, RankStatus]]] = {}
-        for status in self.statuses:
-            for each in status.ranks:
-                if each.slow_since is not None:
-                    seen.setdefault((each.slow_since, each.rank), []).append((status.step, each))
+        seen: dict[tuple[int, int, int], list[tuple[int, RankStatus]]] = {}
+        for place, start in enumerate(self._starts):
+            for status in start:
+                for each in status.ranks:
+                    if each.slow_since is not None:
+                        seen.setdefault((place, each.slow_since, each.rank), []).append((status.step, each))
         rows = []
-        for (since, rank), times in sorted(seen.items()):
+        for (_, since, rank), times in sorted(seen.items()):
             slowness = statistics.median(1.0 / each.speed for _, each in times)
             to_step, last = times[-1]
             texts = CAUSES.get(last.cause, last.cause), duration_text(last.cost_s)
@@ -133,29 +149,25 @@ class Run:
     @property
     def decisions(self) -> list[tuple[int, str]]:
         """What was decided after which step, each time that work was divided otherwise."""
-        return [(after.step, after.decided) for before, after in changes_of(self.statuses)]
+        return [(now.step, now.decided) for start in self._starts for _, now in changes_of(start)]
 
     @property
     def pictures(self) -> list[str]:
         """SVGs: steps, ranks' speeds, where the work is."""
-        svgs = [pictures.of_steps(self.statuses)]
-        if self.last.ranks:
-            svgs.append(pictures.of_ranks(self.statuses, "speed", "Speed of each rank, of the fastest", "speed"))
-            if self.last.kind != "nothing":
-                svgs.append(pictures.of_shares(self.statuses))
-        return svgs
+        return pictures.of_run(self.statuses)
 
 
 def compared(runs: Sequence[Run]) -> list[list[str]]:
     """Return headings, and of each run how long its steps were, what was computed elsewhere, and its scores."""
     scores = sorted({name for run in runs for name in run.scores})
     steps_s = [run.middle_s for run in runs if not math.isnan(run.middle_s)] or [math.nan]
-    rows = [["run", "steps", "a step", "of the shortest", "faster than the longest", *_SHARES, "saved", *scores]]
+    rows = [["run", "steps", "a step", "of the shortest", "faster than the longest", "least share"]]
+    rows[0] += ["dropped", "saved", *scores]
     for run in runs:
         ratios = run.middle_s / min(steps_s), max(steps_s) / run.middle_s
-        numbers = (f"{each:.2f}" for each in (*ratios, run.least_share, run.dropped))
+        numbers = ("?" if math.isnan(each) else f"{each:.2f}" for each in (*ratios, run.least_share, run.dropped))
         scored = (score_text(name, run.scores[name]) if name in run.scores else "" for name in scores)
-        saved = duration_text(run.last.saved_s)
+        saved = duration_text(run.saved_s)
         rows.append([run.name, str(run.last.step), duration_text(run.middle_s), *numbers, saved, *scored])
     return rows
 

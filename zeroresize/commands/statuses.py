@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from zeroresize.commands.errors import CommandError
+from zeroresize.commands.tables import CommandError
 from zeroresize.status import Status
 
 #: Shares that differ by less are told as the same.
@@ -22,16 +23,14 @@ def files_of(paths: Sequence[str], suffixes: tuple[str, ...] = (".jsonl",)) -> l
     """
     files: list[Path] = []
     for path in map(Path, paths):
-        inside = [each for each in sorted(path.rglob("*")) if each.name.endswith(suffixes)]
+        inside = sorted(each for each in path.rglob("*") if each.name.endswith(suffixes) and each.is_file())
         if not (inside or path.is_file()):
             raise CommandError(
-                f"{path}: no file of lines of JSON is there: a job writes one by Balancer(…, on_status="
-                "zr.JsonLinesTelemetry(path)), and so by zr.watch and DataBalancer"
-                if len(suffixes) == 1
-                else f"{path}: no trace (.json, .json.gz) and no file of status (.jsonl) is there"
+                f"{path}: no file is there whose name ends in {' or '.join(suffixes)}: a job writes its status by "
+                "Balancer(…, on_status=zr.JsonLinesTelemetry(path)), zr.watch or DataBalancer"
             )
         files += inside or [path]
-    return files
+    return list(dict.fromkeys(files))
 
 
 class StatusReader:
@@ -44,13 +43,16 @@ class StatusReader:
         """Yield what was written since the last call; an unfinished line waits for its end.
 
         Raises:
-            CommandError: naming the file and the line, where it is no JSON.
+            CommandError: naming the file, where it cannot be read, and the line, where it is no JSON.
         """
-        if self.path.stat().st_size < self._offset:  # it was begun anew
-            self._offset = self._number = 0
-        with self.path.open("rb") as file:
-            file.seek(self._offset)
-            content = file.read()
+        try:
+            with self.path.open("rb") as file:
+                if file.seek(0, os.SEEK_END) < self._offset:  # it was begun anew
+                    self._offset = self._number = 0
+                file.seek(self._offset)
+                content = file.read()
+        except OSError as error:
+            raise CommandError(f"{self.path}: cannot be read: {error.strerror}") from error
         whole = content[: content.rfind(b"\n") + 1]
         self._offset += len(whole)
         for line in whole.splitlines():
@@ -87,6 +89,16 @@ def changes_of(statuses: Iterable[Status]) -> Iterator[tuple[Status, Status]]:
         shares = zip(before.ranks, after.ranks, strict=False)
         if any(abs(now.share - then.share) > _ALIKE for then, now in shares):
             yield before, after
+
+
+def starts_of(statuses: Sequence[Status]) -> list[list[Status]]:
+    """Return the statuses of each start of a job: one that ended, or goes back by steps, was started again."""
+    starts = [list(statuses[:1])]
+    for before, after in itertools.pairwise(statuses):
+        if after.step < before.step or before.state == "ended":
+            starts.append([])
+        starts[-1].append(after)
+    return starts
 
 
 def of_all_ranks(statuses: Sequence[Status]) -> list[Status]:

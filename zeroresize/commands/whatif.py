@@ -1,4 +1,4 @@
-"""Tell who straggled in a job, who waited, what each mode would have saved of its steps, and whether it will pay.
+"""Tell who straggled in a job, what each mode would have saved of its steps, and whether it will pay.
 
 TRACE is a trace that torch.profiler wrote by export_chrome_trace, one of each rank (.json, .json.gz), with steps
 marked by profiler.step(); or a file of status (.jsonl) that a job wrote by Balancer(…, on_status=zr.JsonLinesTelemetry(
@@ -10,12 +10,12 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zeroresize.commands.errors import CommandError
-from zeroresize.commands.statuses import files_of, statuses_of
-from zeroresize.commands.tables import console, table_of
+from zeroresize.commands.statuses import files_of, of_all_ranks, statuses_of
+from zeroresize.commands.tables import CommandError, console, table_of
 from zeroresize.commands.traces import Job, is_trace, job_of
 from zeroresize.config import BalanceConfig
 from zeroresize.plan.ownership import SegmentWork
@@ -34,10 +34,6 @@ from zeroresize.utils.usual import middle_of, usual_of_others
 _LEAST = 0.05
 #: Of a rank; and so many updates with the same times: what is decided then stays.
 _NUM_UNITS, _NUM_UPDATES = 1024, 30
-#: By how many times as long as the others a step takes, each shade from so much on.
-_SHADES = {0.0: "·", 1.1: "░", 1.25: "▒", 1.6: "▓", 2.5: "█"}
-#: Of a line of the map.
-_MOST_CELLS = 110
 BY_SPEED = "work by speed"
 
 
@@ -70,27 +66,31 @@ def jobs_of(names: Sequence[str]) -> list[Job]:
     files = [str(file) for file in files_of(names, (".json", ".json.gz", ".jsonl"))]
     statuses = [file for file in files if file.endswith(".jsonl")]
     traces = [Path(file) for file in files if file not in statuses and (file in names or is_trace(Path(file)))]
-    if not (traces or statuses):
-        raise CommandError(f"{', '.join(names)}: no trace of torch.profiler is there: export_chrome_trace writes one")
     jobs = [job_of(traces)] if traces else []
-    return jobs + [_job_of_statuses(*of_file) for of_file in (statuses_of(statuses) if statuses else {}).items()]
+    with suppress(CommandError) if jobs else nullcontext():  # beside traces a folder has other lines of JSON
+        jobs += [_job_of_statuses(*of_file) for of_file in statuses_of(statuses).items()] if statuses else []
+    if not jobs:
+        raise CommandError(f"{', '.join(names)}: no trace of torch.profiler is there: export_chrome_trace writes one")
+    return jobs
 
 
 def _job_of_statuses(path: Path, statuses: Sequence[Status]) -> Job:
+    statuses = [each for each in of_all_ranks(statuses) if not any(math.isnan(rank.busy_s) for rank in each.ranks)]
+    if not statuses:
+        raise CommandError(f"{path}: no rank's times are in its newest status, or not yet; let the job take more steps")
     newest = statuses[-1]
-    ranks = [each.rank for each in newest.ranks]
-    if not ranks:
-        raise CommandError(f"{path}: no rank's times are in its newest status yet; let the job take more steps")
-    statuses = [status for status in statuses if [each.rank for each in status.ranks] == ranks]
-    steps = [
-        [WatchedStep(each.busy_s, max(status.step_s - each.busy_s, 0.0)) for status, each in of_rank]
-        for of_rank in zip(*([(status, each) for each in status.ranks] for status in statuses), strict=True)
-    ]
+    steps: list[list[WatchedStep]] = [[] for _ in newest.ranks]
+    for status in statuses:
+        longest_s = max(each.busy_s for each in status.ranks)
+        step_s = longest_s if math.isnan(status.step_s) else status.step_s  # some kinds do not tell it
+        for of_rank, each in zip(steps, status.ranks, strict=True):
+            of_rank.append(WatchedStep(each.busy_s, max(step_s - each.busy_s, 0.0)))
     notes = ["a status tells neither collectives nor products: each step below is a status, at even shares of work"]
     causes = {each.rank: each.cause for status in statuses for each in status.ranks if each.cause}
     kind = "" if newest.kind == "nothing" else newest.kind
     saved_s = newest.saved_s if kind else 0.0
-    return Job(str(path), ranks, [status.step for status in statuses], steps, notes, kind, None, causes, saved_s)
+    ranks = [each.rank for each in newest.ranks]
+    return Job(str(path), ranks, [status.step for status in statuses], steps, notes, kind, True, causes, saved_s)
 
 
 def slowness_of(job: Job) -> list[list[float]]:
@@ -147,7 +147,7 @@ def _savings_of_modes(windows: Sequence[StepWindow]) -> dict[str, float]:
 
 def advice(job: Job, stragglers: Sequence[Straggler], savings: dict[str, float]) -> str:
     """Return in one sentence whether balancing will pay."""
-    if len(job.ranks) < 2 or job.waits == {}:
+    if len(job.ranks) < 2 or not job.has_waits:
         return "Whether it will pay cannot be said: give traces of all ranks, with their collectives."
     if job.saved_s > 0.0:
         return f"It pays already: dividing {job.kind} otherwise has saved {duration_text(job.saved_s)} so far."
@@ -167,15 +167,15 @@ def advice(job: Job, stragglers: Sequence[Straggler], savings: dict[str, float])
 
 
 def show(job: Job, screen: Any) -> None:
-    """Print what is known of a job; shades are characters, in no colour."""
+    """Print what is known of a job."""
     numbers, can_compare = job.numbers, len(job.ranks) > 1
     stragglers, savings = (stragglers_of(job), savings_of(job)) if can_compare else ([], {})
     title = f"{named_ranks(job.ranks)}; steps {numbers[0]} to {numbers[-1]}; {job.name}"
     screen.print(title, style="bold", soft_wrap=True)
     for note in job.notes:
         screen.print(f"note: {note}", style="dim", soft_wrap=True)
-    rows: list[tuple[str, ...]]
-    if can_compare:
+    if stragglers:
+        headings = ("straggler", "times as long", "because of", "in steps", "late by, each")
         rows = [
             (
                 f"rank {rank}",
@@ -186,34 +186,10 @@ def show(job: Job, screen: Any) -> None:
             )
             for rank, times, slow, cause, late_s in stragglers
         ]
-        _show_table(screen, ("straggler", "times as long", "because of", "in steps", "late by, each"), rows)
-        _show_map(screen, job)
-    if can_compare and job.waits is not None:
-        waits = sorted(job.waits.items(), key=lambda item: max(item[1].values()), reverse=True)
-        rows = [(*key, *(_wait_text(of_rank, which) for which in (max, min))) for key, of_rank in waits]
-        _show_table(screen, ("waits in group", "collective", "longest", "shortest"), rows)
+        screen.print("", table_of(headings, rows), sep="\n")
     if savings:
         shares = {name: percent_text(saved) for name, saved in savings.items()}
         texts = dict.fromkeys(shares.values())
         modes = [(", ".join(name for name in shares if shares[name] == text), text) for text in texts]
-        _show_table(screen, ("divided, or mode", "saves of a step, at most"), modes)
+        screen.print("", table_of(("divided, or mode", "saves of a step, at most"), modes), sep="\n")
     screen.print(f"\n{advice(job, stragglers, savings)}", style="bold", soft_wrap=True)
-
-
-def _show_table(screen: Any, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    screen.print("", table_of(headings, rows) if rows else f"{headings[0]}: none", sep="\n")
-
-
-def _show_map(screen: Any, job: Job) -> None:
-    per_cell = math.ceil(len(job.numbers) / min(max(screen.width - 10, 8), _MOST_CELLS))
-    legend = ", ".join(f"{shade} {least:g}" for least, shade in _SHADES.items() if least)
-    screen.print(f"\ntimes as long as the others, step by step: {legend} or more")
-    for rank, times in zip(job.ranks, slowness_of(job), strict=True):
-        cells = (max(times[place : place + per_cell]) for place in range(0, len(times), per_cell))
-        shades = "".join([shade for least, shade in _SHADES.items() if each >= least][-1] for each in cells)
-        screen.print(f"{f'rank {rank}':<9} {shades}")
-
-
-def _wait_text(seconds: dict[int, float], which: Any) -> str:
-    rank = which(seconds, key=seconds.__getitem__)
-    return f"rank {rank}: {duration_text(seconds[rank])}"

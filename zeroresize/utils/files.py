@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from zeroresize.utils.extras import need
+
 logger = logging.getLogger(__name__)
 
 #: Of the files of this process for TensorBoard.
@@ -164,18 +166,17 @@ class EventBoard:
     """
 
     def __init__(self, folder: str | Path, *, from_step: int | None) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        self._event = Event
+        events = need("tensorboard.compat.proto.event_pb2", "tensorboard")
+        writer = need("tensorboard.summary.writer.record_writer", "tensorboard")
+        self._event = events.Event
         Path(folder).mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
         self._file = GrowingFile(Path(folder) / name)
-        self._records = RecordWriter(self._file)
+        self._records = writer.RecordWriter(self._file)
         self._best_effort = BestEffort(f"TensorBoard's {folder}")
         self._write(file_version="brain.Event:2")
         if from_step is not None:
-            self._write(step=from_step, session_log=SessionLog(status=SessionLog.START))
+            self._write(step=from_step, session_log=events.SessionLog(status=events.SessionLog.START))
 
     def add(self, name: str, value: float, step: int) -> None:
         """Show one number."""
