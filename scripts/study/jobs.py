@@ -94,8 +94,8 @@ class Jobs:
         Raises:
             ValueError: if another run is at that folder, or the nodes would have different numbers of ranks.
         """
-        num_nodes = self._parameters["nodes"]
-        if cell.ranks % num_nodes:
+        num_nodes = self._parameters["nodes"] or 0
+        if num_nodes < 1 or cell.ranks % num_nodes:
             raise ValueError(f"cell {cell.name!r}: {cell.ranks} ranks do not divide evenly among {num_nodes} nodes")
         if not cell.can_go_on:
             empty(cell.folder)

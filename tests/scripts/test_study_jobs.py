@@ -61,8 +61,9 @@ def test_slurm_is_asked_for_the_nodes_that_a_job_names(
     asked = (tmp_path / "script").read_text().splitlines()
     for line in ("nodes=2", "gpus-per-node=1", "partition=large", "cpus-per-task=1", "time=1440"):
         assert f"#SBATCH --{line}" in asked
-    with pytest.raises(ValueError, match="cell 'Rd': 2 ranks do not divide evenly among 3 nodes"):
-        jobs.Jobs(tmp_path / "jobs", "slurm", {"nodes": 3}).submit(study, study.cells[0])
+    for num_nodes in (0, 3):
+        with pytest.raises(ValueError, match=f"cell 'Rd': 2 ranks do not divide evenly among {num_nodes} nodes"):
+            jobs.Jobs(tmp_path / "jobs", "slurm", {"nodes": num_nodes}).submit(study, study.cells[0])
 
 
 def test_ranks_on_several_nodes_meet_at_the_first(
