@@ -20,7 +20,7 @@ except SystemExit as end:
 PRESENT = [name for name in COMMANDS if importlib.util.find_spec(f"zeroresize.commands.{name}")]
 
 
-@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in PRESENT)], ids=" ".join)
+@pytest.mark.parametrize("arguments", [[], ["--help"], *([name, "--help"] for name in PRESENT)], ids=" ".join)
 def test_help_comes_without_torch(arguments):
     command = [sys.executable, "-c", SEEN, *arguments]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout

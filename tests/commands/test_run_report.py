@@ -72,7 +72,7 @@ def test_runs_stand_side_by_side(page_of):
     assert "last heard of at step 20" in page and "Step time of each run" in page
 
 
-def test_runs_are_compared_by_steps_shares_and_the_scores_beside_them(tmp_path, capsys):
+def test_runs_are_compared_by_steps_shares_and_the_scores_beside_them(tmp_path, capsys, monkeypatch):
     for name, chi, scores in (
         ("even", 1.0, {"test_accuracy": 0.756}),
         ("zero", 4.0, {"test_accuracy": 0.7, "loss": 2}),
@@ -83,7 +83,10 @@ def test_runs_are_compared_by_steps_shares_and_the_scores_beside_them(tmp_path, 
         (tmp_path / name / "summary.json").write_text(json.dumps({**scores, "commit": "abc", "epochs": 3}))
     even, zero = runs_of([str(tmp_path)])
     headings, *rows = compared([even, zero])
-    assert headings[-2:] == ["loss", "test_accuracy"]
+    assert headings[-2:] == ["loss", "test accuracy"]
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "r.html")]) == 0
+    assert "…" not in capsys.readouterr().out
     assert rows[0][:5] == ["even", "20", "100 ms", "1.00", "4.00"] and rows[0][-2:] == ["", "75.6 %"]
     assert rows[1] == ["zero", "20", "400 ms", "4.00", "1.00", "1.00", "0.00", "0 ms", "2", "70.0 %"]
     dropping = Run("dropping", [at(10, (1.0, 0.2)), at(20, (1.0, 0.4))], {})

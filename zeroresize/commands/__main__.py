@@ -29,7 +29,7 @@ _EXAMPLES = """examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status: 2 for what was given wrongly, 130 after Ctrl-C."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    arguments = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="zeroresize", description=zeroresize.__doc__, epilog=_EXAMPLES, formatter_class=raw

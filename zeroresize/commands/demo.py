@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroresize.commands import live
-from zeroresize.commands.errors import CommandError
+from zeroresize.commands.errors import CommandError, require_within
 from zeroresize.commands.ranks import Member, StartedRanks
 from zeroresize.commands.tables import console, table_of
 from zeroresize.utils.extras import need
@@ -61,10 +61,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    for name, least, most in (("seconds", _LEAST_S, _MOST_S), ("chi", 1.0, _MOST_CHI)):
-        value = getattr(options, name)
-        if not least <= value <= most:
-            raise CommandError(f"--{name} {value:g} is not allowed: a number from {least:g} to {most:g} is needed")
+    require_within("--seconds", options.seconds, _LEAST_S, _MOST_S)
+    require_within("--chi", options.chi, 1.0, _MOST_CHI)
     screen, path, steps = console(), _new_file(options.folder), _Steps(options.chi)
     phases = [(share, {1: options.chi} if is_slow else {}, is_balanced) for _, share, is_slow, is_balanced in PHASES]
     with StartedRanks(_train, 2, phases, time.time(), options.seconds, str(path)) as ranks:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from zeroresize.commands import pictures
-from zeroresize.commands.errors import CommandError
+from zeroresize.commands.errors import write
 from zeroresize.commands.statuses import changes_of, of_all_ranks, statuses_of
 from zeroresize.commands.tables import console, table_of
 from zeroresize.status import HEADINGS, RankStatus, Status
@@ -34,11 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     runs = runs_of(options.run)
-    page = page_of(runs)
-    try:
-        options.out.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"--out={options.out} cannot be written: {error.strerror}") from error
+    write("--out", options.out, page_of(runs))
     if len(runs) > 1:
         headings, *rows = compared(runs)
         console().print(table_of(headings, rows, numbers=headings[1:]))
@@ -122,7 +118,7 @@ class Run:
             for each in status.ranks:
                 if each.slow_since is not None:
                     seen.setdefault((each.slow_since, each.rank), []).append((status.step, each))
-        rows = []
+        rows: list[tuple[str, ...]] = []
         for (since, rank), times in sorted(seen.items()):
             slowness = statistics.median(1.0 / each.speed for _, each in times)
             to_step, last = times[-1]
@@ -150,7 +146,8 @@ def compared(runs: Sequence[Run]) -> list[list[str]]:
     """Return headings, and of each run how long its steps were, what was computed elsewhere, and its scores."""
     scores = sorted({name for run in runs for name in run.scores})
     steps_s = [run.middle_s for run in runs if not math.isnan(run.middle_s)] or [math.nan]
-    rows = [["run", "steps", "a step", "of the shortest", "faster than the longest", *_SHARES, "saved", *scores]]
+    rows = [["run", "steps", "a step", "of the shortest", "faster than the longest", *_SHARES, "saved"]]
+    rows[0] += [name.replace("_", " ") for name in scores]
     for run in runs:
         ratios = run.middle_s / min(steps_s), max(steps_s) / run.middle_s
         numbers = (f"{each:.2f}" for each in (*ratios, run.least_share, run.dropped))

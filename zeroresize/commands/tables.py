@@ -18,8 +18,9 @@ def table_of(
 ) -> Any:
     """Return a table; columns of ``numbers`` end alike, and rows ``bold`` stand out."""
     table = need("rich.table", "cli").Table(box=None, pad_edge=False)
-    for heading in headings:
-        table.add_column(heading, justify="right" if heading in numbers else "left")
+    for place, heading in enumerate(headings):
+        justify = "right" if heading in numbers else "left"
+        table.add_column(heading, justify=justify, overflow="fold", no_wrap=place == 0)  # no name is cut
     for place, row in enumerate(rows):
         table.add_row(*row, style="bold" if place in bold else "")
     return table
