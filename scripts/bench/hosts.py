@@ -36,6 +36,7 @@ from scripts.bench.common import (
     in_turns,
     interval_of_ratio,
     parser_of,
+    run,
     save,
     show,
     time_slowest_rank,
@@ -274,4 +275,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -32,6 +32,7 @@ from scripts.bench.common import (
     keep_freed_memory,
     parser_of,
     pin_to_core,
+    run,
     save,
     show,
 )
@@ -210,4 +211,4 @@ def measure(options: Any, device: torch.device) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

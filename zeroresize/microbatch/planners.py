@@ -45,6 +45,7 @@ from zeroresize.microbatch.store import SharedStore, StoreError
 from zeroresize.policy.microbatches.plan import IterationPlan
 from zeroresize.resharding.agreement import agreed, let_others_know, make_alike, meet_over
 from zeroresize.utils.checked import checked, integer, real
+from zeroresize.utils.texts import duration_text
 
 logger = logging.getLogger(__name__)
 
@@ -278,7 +279,7 @@ class Planners:
         """Return what they do, in words."""
         tasks = [(worker, task) for worker in self._workers if (task := worker.task) is not None]
         words = ", ".join(
-            f"iteration {task.place[1]} for {task.seconds:.1f} s{', and start for it' * worker.is_starting}"
+            f"iteration {task.place[1]} for {duration_text(task.seconds)}{', and start for it' * worker.is_starting}"
             for worker, task in tasks
         )
         return f"{self._name} ({len(self._workers)}) plan {words or 'nothing'}"

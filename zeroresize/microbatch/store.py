@@ -18,6 +18,8 @@ from zeroresize.comm.collectives import require_group
 from zeroresize.comm.rendezvous import Rendezvous
 from zeroresize.microbatch.planning_process import PLAN, PlanningError
 from zeroresize.utils.deadline import within
+from zeroresize.utils.progress import LINE_EVERY_S
+from zeroresize.utils.texts import duration_text
 from zeroresize.utils.torch_state import reason
 
 logger = logging.getLogger(__name__)
@@ -94,8 +96,9 @@ class SharedStore:
 
         Args:
             doing: tells what planners do, for messages.
-            warns: whether to warn after :attr:`warn_after_s` seconds and whenever twice as many have passed; of many
-                ranks that wait for the same plan it is enough that one does.
+            warns: whether to warn after :attr:`warn_after_s` seconds and whenever twice as many have passed, or, while
+                planners start, to tell each 15 seconds; of many ranks that wait for the same plan it is enough that
+                one does.
 
         Raises:
             ValueError: what the planner raised, if it was one, naming the iteration.
@@ -119,12 +122,14 @@ class SharedStore:
                     f"no plan of iteration {iteration} came to {self._address} within {timeout_s:g} s: {doing()}"
                 )
             if waited_s > next_warning_s and warns:
-                next_warning_s = 2.0 * waited_s
-                logger.warning(
-                    "the plan of iteration %d has been waited for since %.1f s, at %s: %s. Training goes on when it "
+                starts = counted > began  # which is nothing to warn of
+                next_warning_s = waited_s + LINE_EVERY_S if starts else 2.0 * waited_s
+                logger.log(
+                    logging.INFO if starts else logging.WARNING,
+                    "the plan of iteration %d has been waited for since %s, at %s: %s. Training goes on when it "
                     "comes, or fails after %g s",
                     iteration,
-                    waited_s,
+                    duration_text(waited_s),
                     self._address,
                     doing(),
                     timeout_s,
