@@ -124,7 +124,7 @@ class Run:
             for each in status.ranks:
                 if each.slow_since is not None:
                     seen.setdefault((each.slow_since, each.rank), []).append((status.step, each))
-        rows = []
+        rows: list[tuple[str, ...]] = []
         for (since, rank), times in sorted(seen.items()):
             slowness = statistics.median(1.0 / each.speed for _, each in times)
             to_step, last = times[-1]
