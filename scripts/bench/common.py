@@ -92,7 +92,7 @@ def join_ranks(*, rank: int, world_size: int, **options: Any) -> torch.device:
     """Take a device and join the other ranks by ``dist.init_process_group``, which is given the options, too.
 
     A GPU for each rank, or for several where there are fewer, joined by NCCL; else CPUs, by gloo. NCCL refuses two
-    ranks of one host on one GPU. Ranks that share one name different hosts, so that they talk by sockets: slowly, but
+    ranks of one node on one GPU. Ranks that share one name different nodes, so that they talk by sockets: slowly, but
     with all that NCCL does otherwise. What they compute takes turns on the GPU.
 
     Returns:

@@ -37,7 +37,7 @@ from scripts.bench.common import (
     show,
 )
 from zeroresize.conversion import balanced_layers
-from zeroresize.injection.delay import HostDelay
+from zeroresize.injection.delay import CpuDelay
 from zeroresize.injection.slow_layers import SlowLayers
 from zeroresize.layers.segments import all_segments, owned_segments
 from zeroresize.plan.ownership import SegmentWork
@@ -84,7 +84,7 @@ class Copy:
         mode = "off" if units == "off" else "exact"
         balance = zr.BalanceConfig(mode=mode, update_every=options.update_every)
         self.balancer = zr.Balancer(self.model, self.optimizer, balance) if units != "alone" else None
-        self.slowness = SlowLayers(list(layers.values()), "gemm", HostDelay(work_clock=time.thread_time))
+        self.slowness = SlowLayers(list(layers.values()), "gemm", CpuDelay(work_clock=time.thread_time))
         words = torch.randint(WORDS, (options.batch, options.tokens), generator=torch.Generator().manual_seed(1))
         self.words = words.to(device)
         self.slowness.chi, self.update_s = options.everyone, list[float]()

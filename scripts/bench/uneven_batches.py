@@ -69,8 +69,8 @@ class Copy:
     def divide(self, counts: tuple[int, ...]) -> None:
         """Let all steps that come be divided so."""
         assert self.balancer is not None
-        schedule = self.balancer._schedule
-        schedule.add(schedule.num_steps, Division.of_counts(counts))
+        timetable = self.balancer._timetable
+        timetable.add(timetable.num_steps, Division.of_counts(counts))
 
     def steps(self, number: int) -> list[float]:
         """Seconds of some steps."""

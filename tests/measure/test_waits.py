@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from zeroresize.measure import waits
-from zeroresize.measure.clocks import HostClock
+from zeroresize.measure.clocks import CpuClock
 from zeroresize.measure.model_steps import ModelSteps
 from zeroresize.measure.step_timer import StepTimer
 
@@ -21,7 +21,7 @@ def test_each_wait_is_that_of_its_group_or_for_its_peer(run_ranks):
             dist.new_group([0, 1]),
             torch.ones(4),
         )
-        timer = StepTimer(HostClock())
+        timer = StepTimer(CpuClock())
 
         def places(call):
             timer.begin_step()
@@ -65,7 +65,7 @@ def test_what_the_reducer_waits_for_is_of_the_models_group(run_ranks):
 
 
 def test_listeners_come_and_go():
-    first, second = StepTimer(HostClock()), StepTimer(HostClock())
+    first, second = StepTimer(CpuClock()), StepTimer(CpuClock())
     heard = lambda: [reference() for reference in waits._listeners]  # noqa: E731
     assert heard()[-2:] == [first, second]
     first.close()
@@ -77,7 +77,7 @@ def test_listeners_come_and_go():
 
 def test_collectives_that_nobody_waits_for_are_forgotten(run_ranks, monkeypatch):
     def run(rank, group):
-        timer, x = StepTimer(HostClock()), torch.ones(1)
+        timer, x = StepTimer(CpuClock()), torch.ones(1)
         works = [dist.all_reduce(x, group=group, async_op=True) for _ in range(waits._MOST_STARTED + 10)]
         kept = len(waits._started)
         for work in works:
