@@ -65,3 +65,13 @@ def test_a_status_that_is_there_is_kept(tmp_path, capsys):
         f"--folder {tmp_path}: a status.jsonl cannot be made there: File exists"
     )
     assert path.read_text() == "{}\n"
+
+
+@pytest.mark.parametrize("where", ["importlib.import_module", "zeroresize.commands.probe.run"])
+def test_an_interrupt_ends_a_command_with_one_line_also_while_it_is_imported(monkeypatch, capsys, where):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(where, interrupted)
+    assert main(["probe"]) == 130
+    assert capsys.readouterr().err == "zeroresize probe: interrupted\n"

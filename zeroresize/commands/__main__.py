@@ -39,12 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, purpose in COMMANDS.items():
         chosen.add_parser(name, help=purpose, add_help=False)
     name = parser.parse_known_args(arguments)[0].command
-    module = importlib.import_module(f"zeroresize.commands.{name}")
-    of_command = argparse.ArgumentParser(prog=f"zeroresize {name}", description=module.__doc__, formatter_class=raw)
-    module.configure(of_command)
-    options = of_command.parse_args(list(arguments)[list(arguments).index(name) + 1 :])
     try:
-        return int(module.run(options))
+        module = importlib.import_module(f"zeroresize.commands.{name}")
+        of_command = argparse.ArgumentParser(prog=f"zeroresize {name}", description=module.__doc__, formatter_class=raw)
+        module.configure(of_command)
+        return int(module.run(of_command.parse_args(list(arguments)[list(arguments).index(name) + 1 :])))
     except (CommandError, MissingExtra) as error:
         print(f"zeroresize {name}: {error}", file=sys.stderr)
         return 2

@@ -21,6 +21,7 @@ from zeroresize.commands.errors import CommandError, require_within
 from zeroresize.commands.ranks import Member, StartedRanks
 from zeroresize.commands.tables import console, table_of
 from zeroresize.utils.extras import need
+from zeroresize.utils.progress import LINE_EVERY_S
 from zeroresize.utils.texts import duration_text
 from zeroresize.utils.usual import middle_of
 
@@ -137,14 +138,14 @@ class _Steps:
 def _show(ranks: StartedRanks, steps: _Steps, group: live.Group, screen: Any) -> None:
     group_of, text_of = need("rich.console", "cli").Group, need("rich.text", "cli").Text
     view = need("rich.live", "cli").Live(console=screen, auto_refresh=False, transient=True)
-    said = ""
+    said, told_at = "", 0.0
     with view if screen.is_terminal else nullcontext():
         while not ranks.have_ended:
             if screen.is_terminal:
                 group.look()
                 phase = text_of(steps.phase, style="bold")
                 view.update(group_of(phase, live.shown([group], screen.width)), refresh=True)
-            elif steps.phase != said:
-                said = steps.phase
+            elif steps.phase != said or time.monotonic() - told_at > LINE_EVERY_S:
+                said, told_at = steps.phase, time.monotonic()
                 print(said, flush=True)
             steps.updates += ranks.received(_LOOK_EVERY_S)

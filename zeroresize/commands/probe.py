@@ -23,6 +23,8 @@ from zeroresize.commands.errors import CommandError, require_within, write
 from zeroresize.commands.ranks import LIMIT, Member, StartedRanks, member_of_job
 from zeroresize.commands.tables import console, table_of
 from zeroresize.config import BalanceConfig
+from zeroresize.utils.progress import Progress
+from zeroresize.utils.texts import size_text
 from zeroresize.utils.usual import middle_of, usual_of_others
 
 _LEAST_S, _MOST_S = 1.0, 600.0
@@ -78,7 +80,8 @@ def run(options: argparse.Namespace) -> int:
         if options.json is not None:
             write("--json", options.json, "")  # so that it is known before all is measured
         print(f"all ranks measure, for about {options.seconds:g} s", flush=True)
-    readings = _of_this_machine(options.seconds) if member is None else measure(member, options.seconds)
+    with Progress("measuring", is_shown=tells):
+        readings = _of_this_machine(options.seconds) if member is None else measure(member, options.seconds)
     slow = slow_ranks(readings)
     if tells:
         screen.print(_table(readings))
@@ -206,17 +209,12 @@ def _table(readings: Sequence[Reading]) -> Any:
             str(each.rank),
             each.node,
             each.device,
-            *(_rate(each.per_second[what], _UNITS[what]) if what in each.per_second else "" for what in shown),
-            "" if each.free_bytes is None else _rate(each.free_bytes, "B"),
+            *(size_text(each.per_second[what], _UNITS[what]) if what in each.per_second else "" for what in shown),
+            "" if each.free_bytes is None else size_text(each.free_bytes),
         )
         for each in readings
     ]
     return table_of(headings, rows, numbers=headings[3:])
-
-
-def _rate(value: float, unit: str) -> str:
-    power = max((at for at in range(5) if value >= 1000**at), default=0)
-    return f"{value / 1000**power:.3g} {('', 'k', 'M', 'G', 'T')[power]}{unit}"
 
 
 def _line(reading: Reading, times: Mapping[str, float]) -> str:

@@ -21,6 +21,7 @@ from zeroresize.commands.statuses import changes_of, of_all_ranks, statuses_of
 from zeroresize.commands.tables import console, table_of
 from zeroresize.status import HEADINGS, RankStatus, Status
 from zeroresize.utils.extras import need
+from zeroresize.utils.progress import Progress
 from zeroresize.utils.texts import CAUSES, duration_text, percent_text
 
 _SHARES = ("least share", "dropped")
@@ -33,8 +34,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    runs = runs_of(options.run)
-    write("--out", options.out, page_of(runs))
+    with Progress("reading runs and drawing pictures"):
+        runs = runs_of(options.run)
+        page = page_of(runs)
+    write("--out", options.out, page)
     if len(runs) > 1:
         headings, *rows = compared(runs)
         console().print(table_of(headings, rows, numbers=headings[1:]))

@@ -27,6 +27,7 @@ from zeroresize.policy.tensor.estimation.communication import CollectiveTimes
 from zeroresize.policy.tensor.estimation.times import LEAST_SECONDS, RankTimes
 from zeroresize.policy.tensor.what_if import WhatIf
 from zeroresize.status import Status
+from zeroresize.utils.progress import Progress
 from zeroresize.utils.texts import CAUSES, duration_text, named_ranks, percent_text
 from zeroresize.utils.usual import middle_of, usual_of_others
 
@@ -56,7 +57,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    for job in jobs_of(options.trace):
+    with Progress("reading traces"):
+        jobs = jobs_of(options.trace)
+    for job in jobs:
         show(job, console())
     return 0
 

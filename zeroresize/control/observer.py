@@ -20,7 +20,7 @@ from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.measure.column_statistics import ColumnStatistic
 from zeroresize.measure.rank_monitor import RankMonitor
 from zeroresize.optim.optimizers import hook_steps, stepped_tensors
-from zeroresize.plan.group import Shares
+from zeroresize.plan.group import Workshares
 from zeroresize.policy.slowness.windows import WatchedStep
 from zeroresize.policy.tensor.estimation.times import RankTimes
 from zeroresize.policy.tensor.memory import HeldBytes
@@ -97,7 +97,7 @@ class Observer:
                 steps.append(WatchedStep.of_times(step, products_s, 1.0, num_tokens * step.shares.owned, waits_s))
             self.slowness.end_step(steps)
 
-    def begin_step(self, num_steps: int, shares: Shares, *, is_forced: bool) -> None:
+    def begin_step(self, num_steps: int, shares: Workshares, *, is_forced: bool) -> None:
         """Begin the step that follows so many; it is measured under these shares."""
         if self.statistic is not None:
             self.statistic.begin_step(num_steps)

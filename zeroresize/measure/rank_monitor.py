@@ -22,7 +22,7 @@ from zeroresize.measure.clocks import clock_for
 from zeroresize.measure.step_timer import LayerTimer, StepTimer
 from zeroresize.measure.timed_products import compare_products, time_reference
 from zeroresize.measure.waits import Where
-from zeroresize.plan.group import Shares
+from zeroresize.plan.group import Workshares
 from zeroresize.policy.tensor.costs import ResizingCost
 from zeroresize.policy.tensor.estimation.estimator import RankEstimator
 from zeroresize.policy.tensor.estimation.times import RankTimes, StepTimes
@@ -90,7 +90,7 @@ class RankMonitor:
         self.last_waits: list[dict[Where, float]] = []
         self.wait_s = self.step_s = math.nan
         self._by_layer: list[Mapping[str, float]] = []  # seconds of each layer's products in such steps
-        self._shares_in_force = Shares()
+        self._shares_in_force = Workshares()
         self._has_seen_training = self._has_warned = False
         # Ranks run row-parallel layers together, since their outputs are summed; a model without any counts all layers.
         self._counted = [layer for layer in layers.values() if not layer.is_column_parallel] or list(layers.values())
@@ -121,7 +121,7 @@ class RankMonitor:
         """Seconds that timing cost in the last step."""
         return self._timer.timer_s
 
-    def begin_step(self, shares: Shares, is_forced: bool) -> None:
+    def begin_step(self, shares: Workshares, is_forced: bool) -> None:
         """Begin a step whose plan spares this rank ``shares.spared`` of its products and adds ``shares.borrowed``."""
         self._num_forwards_before_step = self.num_forwards
         for layer in self._layers.values():

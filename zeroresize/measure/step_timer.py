@@ -1,4 +1,4 @@
-"""Busy time and product time of an iteration, on the host's clock or by device events.
+"""Busy time and product time of an iteration, on the CPU's clock or by device events.
 
 On a GPU the times come from events that are read one iteration late, when the device has passed them, so nothing is
 synchronised.
@@ -16,7 +16,7 @@ from zeroresize.kernels.probe import ProductProbe
 from zeroresize.measure import waits
 from zeroresize.measure.clocks import Clock
 from zeroresize.measure.waits import Where
-from zeroresize.plan.group import Shares
+from zeroresize.plan.group import Workshares
 from zeroresize.policy.tensor.estimation.times import WHOLE, StepTimes
 from zeroresize.utils.torch_private import current_backward
 
@@ -36,7 +36,7 @@ class _Step:
     """
 
     begin: Any
-    shares: Shares
+    shares: Workshares
     is_forced: bool
     outside_begin: Any
     end: Any = None
@@ -109,7 +109,7 @@ class StepTimer(ProductProbe):
         self._mark_s = self._measure_mark_s()
         waits.listen(self)
 
-    def begin_step(self, shares: Shares = WHOLE, is_forced: bool = False) -> None:
+    def begin_step(self, shares: Workshares = WHOLE, is_forced: bool = False) -> None:
         """Begin an iteration in which this rank computes what ``shares`` leaves it.
 
         Whatever was measured since the last ``end_step`` is dropped.
@@ -123,7 +123,7 @@ class StepTimer(ProductProbe):
     def end_step(self) -> list[StepTimes]:
         """End the iteration; return the times of the iterations that can be read now without waiting.
 
-        On the host's clock that is this iteration; on a device the one before, none, or several.
+        On the CPU's clock that is this iteration; on a device the one before, none, or several.
         """
         step, self._step = self._step, None
         if step is not None:
@@ -217,7 +217,7 @@ class StepTimer(ProductProbe):
             self._step = None
 
     def _measure_mark_s(self) -> float:
-        """Seconds that one mark costs the host, bookkeeping included."""
+        """Seconds that one mark costs the CPU, bookkeeping included."""
         self.begin_step()
         probe = LayerTimer(self, "")
         num_pairs = _MOST_PAIRS // 2

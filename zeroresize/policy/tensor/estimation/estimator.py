@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from zeroresize.plan.group import Shares
+from zeroresize.plan.group import Workshares
 from zeroresize.policy.speed.change_of_level import change_of_level
 from zeroresize.policy.speed.meter import Reading, SpeedMeter, bounded
 from zeroresize.policy.speed.noise import JUMP
@@ -57,7 +57,7 @@ class RankEstimator:
     _gemm: SpeedMeter = field(default_factory=SpeedMeter, init=False)
     _gather_fill: SpeedMeter = field(default_factory=SpeedMeter, init=False)
     #: The plan of the last multiplications, whether it was forced, and what the rank owned when the rest was measured.
-    _shares: Shares = field(default_factory=Shares, init=False)
+    _shares: Workshares = field(default_factory=Workshares, init=False)
     _owned: float = field(default=1.0, init=False)
     _is_forced: bool = field(default=False, init=False)
     #: Whether the speed of the multiplications has jumped since the rest was measured.
@@ -121,7 +121,7 @@ class RankEstimator:
         """
         if not (owned > 0.0 and LEAST_SECONDS < ratio < MOST_SECONDS) or owned == 1.0:
             return
-        executed, gradient = self._curve.executed(Shares(owned=owned))
+        executed, gradient = self._curve.executed(Workshares(owned=owned))
         surprise, variance = math.log(ratio) - executed, _COMPARISON_ERROR**2
         if surprise**2 > JUMP**2 * (self._curve.variance(gradient) + variance):  # what was seen outweighs beliefs
             self._curve.widen(surprise**2)
@@ -145,7 +145,7 @@ class RankEstimator:
             before, now = self._gemm.level - self._curve.executed(self._shares)[0], math.log(seconds) - mean
             self._has_jumped |= abs(now - before) > 2.0 * _REFERENCE_ERROR
             self._gemm.put(now, variance + _REFERENCE_ERROR**2)
-            self._shares, self._is_forced = Shares(), False
+            self._shares, self._is_forced = Workshares(), False
 
     def _levels(self, steps: list[StepTimes]) -> list[list[StepTimes]]:
         """Steps under one plan, split where the rank's speed changed.

@@ -11,12 +11,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from zeroresize.plan.group import Shares
+from zeroresize.plan.group import Workshares
 from zeroresize.policy.tensor.costs import LEAST_SHARE, MOST, ResizingCost
 from zeroresize.utils.usual import middle_of, usual_of
 
 #: Of a step in which a rank computes its own products and no others.
-WHOLE = Shares()
+WHOLE = Workshares()
 #: A plan is to hold for so many intervals: in these a change has to pay, and a rank's speed drifts on.
 DURATION = 5.0
 #: Of a step's busy time a part is not known more finely.
@@ -47,7 +47,7 @@ class StepTimes:
     busy_s: float
     gemm_s: float
     gather_fill_s: float
-    shares: Shares = WHOLE
+    shares: Workshares = WHOLE
     is_forced: bool = False
     wait_s: float = 0.0
     outside_s: float = 0.0
