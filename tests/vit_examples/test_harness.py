@@ -165,14 +165,14 @@ def test_a_record_keeps_lines_up_to_where_a_run_goes_on_and_ends_with_a_summary(
 def test_in_a_log_a_record_tells_how_many_steps_are_done(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(progress, "_QUIET_S", 0.0)
     monkeypatch.setattr(progress, "LINE_EVERY_S", 1e-3)
-    told: queue.Queue[str] = queue.Queue()
-    monkeypatch.setattr(RunRecord, "tell", lambda self, what: told.put(what))
+    lines: queue.Queue[str] = queue.Queue()
+    monkeypatch.setattr(RunRecord, "tell", lambda self, what: lines.put(what))
     for shown in ("true", "false"):
         with record_of(config_of(tmp_path, f"output.progress={shown}")) as record:
             record.step()
-            while shown == "true" and not told.get(timeout=60).startswith("steps: 3 of 5, "):
+            while shown == "true" and not lines.get(timeout=60).startswith("steps: 3 of 5, "):
                 pass
-    assert "steps" not in "".join(list(told.queue)[-1:])  # the title of the silent one
+    assert "steps" not in "".join(list(lines.queue)[-1:])  # the title of the silent one
 
 
 def test_what_cannot_be_written_ends_no_training_but_the_summary_is_an_error(tmp_path: Path, caplog) -> None:
