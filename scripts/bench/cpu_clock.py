@@ -28,7 +28,7 @@ class CpuClock:
 
     def __init__(self) -> None:
         self._thread, self._ahead_s = time.pthread_getcpuclockid(threading.get_ident()), 0.0
-        self._told = dist.new_group(backend="gloo")
+        self._clocks = dist.new_group(backend="gloo")
         self._all_reduce, self._wait = dist.ProcessGroup.allreduce, dist.Work.wait
         self._send, self._receive = dist.ProcessGroup.send, dist.ProcessGroup.recv
         self._pending: dict[int, tuple[Any, Any, torch.Tensor, float]] = {}
@@ -63,14 +63,14 @@ class CpuClock:
             began_s = self.now()
             work = method(group, *arguments, **others)
             root = getattr(arguments[-1], "rootRank", 0) if arguments and name in ("broadcast", "reduce") else None
-            is_told = name != "broadcast" or root == dist.get_rank()
-            told = torch.tensor([began_s if is_told else 0.0], dtype=torch.float64)
+            counts = name != "broadcast" or root == dist.get_rank()
+            sent = torch.tensor([began_s if counts else 0.0], dtype=torch.float64)
             options = dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp.MAX
-            telling = self._all_reduce(self._told, [told], options)
+            sending = self._all_reduce(self._clocks, [sent], options)
             waits = name != "reduce" or root == dist.get_rank()
             seconds = LATENCY_S + _bytes_of(arguments[:1]) / BYTES_PER_S
-            self._pending[id(work)] = work, telling, told if waits else torch.zeros(1), seconds
+            self._pending[id(work)] = work, sending, sent if waits else torch.zeros(1), seconds
             self._is_at(began_s)
             return work
 
@@ -80,11 +80,11 @@ class CpuClock:
         @functools.wraps(method)
         def start(group: Any, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
             began_s = self.now()
-            work, told = method(group, tensors, peer, tag), torch.tensor([began_s], dtype=torch.float64)
-            telling = method(self._told, [told], peer, tag)
+            work, sent = method(group, tensors, peer, tag), torch.tensor([began_s], dtype=torch.float64)
+            sending = method(self._clocks, [sent], peer, tag)
             sends = method is self._send
             seconds = 0.0 if sends else LATENCY_S + _bytes_of(tensors) / BYTES_PER_S
-            self._pending[id(work)] = work, telling, told, seconds
+            self._pending[id(work)] = work, sending, sent, seconds
             self._is_at(began_s)
             return work
 
@@ -94,10 +94,10 @@ class CpuClock:
         def wait(work: Any, *arguments: Any, **others: Any) -> Any:
             began_s = self.now()
             result = self._wait(work, *arguments, **others)
-            _, telling, told, seconds = self._pending.pop(id(work), (None, None, None, 0.0))
-            if told is not None:
-                self._wait(telling)
-                began_s = max(began_s, told.item() + seconds)
+            _, sending, sent, seconds = self._pending.pop(id(work), (None, None, None, 0.0))
+            if sent is not None:
+                self._wait(sending)
+                began_s = max(began_s, sent.item() + seconds)
             self._is_at(began_s)
             return result
 
