@@ -64,10 +64,14 @@ def test_what_lies_before_the_first_product_is_outside_but_for_its_waits(clock, 
     timer.product_begins()  # of the next forward
     timer.product_ends()
     timer.backward_ends()
-    clock.advance(100.0)  # the optimizer's step
+    clock.advance(60.0)  # the optimizer's step
+    timer.wait_begins()  # as for the norm of all gradients
+    clock.advance(3.0)
+    timer.wait_ends()
+    clock.advance(40.0)
     (times,) = timer.end_step()
-    assert (times.outside_s, times.wait_s, times.busy_s) == (4.0 + 7.0, 7.0, 4.0 + 22.0 + 7.0 + 100.0)
-    assert times.inside.busy_s == 122.0
+    assert (times.outside_s, times.wait_s, times.busy_s) == (4.0 + 7.0, 10.0, 4.0 + 22.0 + 7.0 + 100.0)
+    assert (times.inside.busy_s, times.update_s) == (122.0, 100.0)
 
 
 def test_step_that_the_device_has_not_passed_is_read_at_the_next_end(clock, timer):

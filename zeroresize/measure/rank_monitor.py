@@ -75,6 +75,7 @@ class RankMonitor:
     Args:
         layers: balanced layers by name, all on one device.
         config: how to balance.
+        moving_weights: share of the weights that this rank trains in which units can change hands.
 
     Attributes:
         state: what was learned.
@@ -83,8 +84,10 @@ class RankMonitor:
         step_s: seconds of such a step, waits included; NaN where none was read.
     """
 
-    def __init__(self, layers: Mapping[str, BalancedLinear], config: BalanceConfig) -> None:
-        self._layers, self._config = layers, config
+    def __init__(
+        self, layers: Mapping[str, BalancedLinear], config: BalanceConfig, moving_weights: float = 0.0
+    ) -> None:
+        self._layers, self._config, self._moving_weights = layers, config, moving_weights
         self.state = MonitorState(RankEstimator(ResizingCost.linear(config.max_ratio)))
         self.last_read: list[StepTimes] = []
         self.last_waits: list[dict[Where, float]] = []
@@ -231,7 +234,8 @@ class RankMonitor:
         outsides_s = [*self.state.outsides_s[-_FEWEST_OUTSIDE:], *(step.outside_s for step in possible)]
         self.state.outsides_s = outsides_s[-max(len(possible), _FEWEST_OUTSIDE) :]
         by_moves = any(layer.moves_only for layer in self._layers.values())
-        self.state.estimator.learn([step.inside for step in steps], by_moves=by_moves)
+        inside = [step.inside for step in steps]
+        self.state.estimator.learn(inside, by_moves=by_moves, moving_weights=self._moving_weights)
         usual = self.state.estimator.usual_step
         is_known = bool(steps) and usual is not None and usual.shares == self._shares_in_force
         self.wait_s = usual.wait_s if is_known and usual is not None else math.nan

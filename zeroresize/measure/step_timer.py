@@ -127,10 +127,10 @@ class StepTimer(ProductProbe):
         """
         step, self._step = self._step, None
         if step is not None:
-            step.end = self._clock.mark()
-            if step.outside_begin not in (None, step.begin):
-                self._clock.recycle(step.outside_begin)
-            step.outside_begin = None  # the optimizer's step is not outside: it is less where units are few
+            if step.outside_begin not in (None, step.begin):  # the optimizer's step: it is less where units are few
+                step.add("update", None, step.outside_begin, self._clock.mark(), self._clock)
+                step.num_marks -= 1  # of the two one was counted when it was taken
+            step.outside_begin, step.end = None, self._clock.mark()
             self._last_num_marks = step.num_marks + 1
             self._unread.append(step)
         read: list[_Step] = []
@@ -234,6 +234,7 @@ class StepTimer(ProductProbe):
         self._clock.recycle(step.begin, step.end)
         waits_s = sum(elapsed_s for kind, elapsed_s in seconds.items() if kind.startswith("waits"))
         outside_wait_s = sum(seconds[f"waits {number}"] for number in range(step.num_outside))
+        update_wait_s = seconds[f"waits {step.num_backwards}"] if step.num_backwards >= step.num_outside else 0.0
         gemms_s = max(seconds["gemms"] - seconds["waits in gemms"], 0.0)  # as of whole layers of hosts
         products_s = seconds["products"] - seconds["waits in products"] - seconds["waits in gemms"]
         products_s = max(products_s, gemms_s)
@@ -247,6 +248,7 @@ class StepTimer(ProductProbe):
             wait_s=max(wall_s - busy_s, 0.0),
             outside_s=min(max(seconds["outside"] - outside_wait_s, 0.0), busy_s - products_s),
             outside_wait_s=outside_wait_s,
+            update_s=min(max(seconds["update"] - update_wait_s, 0.0), busy_s - products_s),
             layers=dict(step.layers),
         )
 

@@ -168,6 +168,20 @@ def test_a_move_is_no_jump_of_speed_and_what_moves_along_is_learned_and_remember
     assert abs(owned - 1.0) < 0.5 or estimator.times.moving_rest == pytest.approx(rho, abs=0.06)
 
 
+@pytest.mark.parametrize("moving_weights", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("update", [0.0, 0.4, 1.0])
+def test_before_a_move_what_updates_the_moving_weights_is_taken_to_move_along(update, moving_weights):
+    estimator = RankEstimator(COST)
+    for _ in range(3):
+        updating = [dataclasses.replace(step, update_s=update * REST_S) for step in steps()]
+        estimator.learn(updating, moving_weights=moving_weights)
+        expected = moving_weights * update + MOVING_REST * (1.0 - update)
+        assert estimator.times.moving_rest == pytest.approx(expected)
+    for _ in range(12):
+        estimator.learn(steps(owned=0.3, rho=0.7), moving_weights=moving_weights)
+    assert estimator.times.moving_rest == pytest.approx(0.7, abs=0.06), "a move tells more"
+
+
 @pytest.mark.parametrize("slows_rest", [False, True])
 @pytest.mark.parametrize("chi", [1.5, 3.0, 10.0])
 @pytest.mark.parametrize("owned", [0.02, 0.35, 1.14, 1.8])

@@ -92,7 +92,7 @@ class RankEstimator:
         scale = math.exp(self._gather_fill.level) if self._gather_fill.is_known else 1.0
         return RankTimes(rest_s, gemm_s, scale, self.cost, deviation, self._moving_rest[0])
 
-    def learn(self, steps: Sequence[StepTimes], *, by_moves: bool = False) -> None:
+    def learn(self, steps: Sequence[StepTimes], *, by_moves: bool = False, moving_weights: float = 0.0) -> None:
         """Take the steps of an interval, plan by plan in the order in which they were made.
 
         Left out are times that no step can have taken, and of a rank that computes no products what these take.
@@ -100,6 +100,7 @@ class RankEstimator:
         Args:
             by_moves: whether training alone tells what products take at other shares, as of hosts' own forwards: what a
                 move changes beside the rest is then the curve, unless the rest has changed alike.
+            moving_weights: share of the weights that are updated in which units can change hands.
         """
         steps = [step for step in steps if step.is_possible]
         if steps:
@@ -110,7 +111,7 @@ class RankEstimator:
             meter.pass_interval()
         for _, alike in itertools.groupby(steps, key=lambda step: step.shares.work):
             for level in self._levels(list(alike)):
-                self._learn_level(level, by_moves)
+                self._learn_level(level, by_moves, moving_weights)
 
     def compare(self, owned: float, ratio: float) -> None:
         """Learn from products at even shares and at those in force that were timed in turn, apart from training.
@@ -162,10 +163,13 @@ class RankEstimator:
         is_slower = usual_of([step.busy_s for step in after]) > usual_of([step.busy_s for step in before])
         return [before] if is_slower and 2 * len(after) < len(steps) else [before, after]
 
-    def _learn_level(self, steps: Sequence[StepTimes], by_moves: bool) -> None:
+    def _learn_level(self, steps: Sequence[StepTimes], by_moves: bool, moving_weights: float) -> None:
         """Steps of one plan at one speed."""
         shares = steps[-1].shares
         rest, gemm = zip(*map(log_parts, steps), strict=True)
+        if shares.owned == 1.0 and self._moving_rest[1] >= UNKNOWN**2:  # no move has told yet
+            update = usual_of([step.update_s / math.exp(log_s) for step, log_s in zip(steps, rest, strict=True)])
+            self._moving_rest = MOVING_REST + (moving_weights - MOVING_REST) * min(update, 1.0), UNKNOWN**2
         (part, slope), (part_before, slope_before) = map(self._rest_part, (shares.owned, self._owned))
         change, change_variance = math.log(part / part_before), (slope - slope_before) ** 2 * self._moving_rest[1]
         is_first = not self._rest.is_known  # which stands beside no other plan

@@ -23,8 +23,8 @@ DURATION = 5.0
 LEAST_PART = 1e-4
 #: No step multiplies for less or takes longer.
 LEAST_SECONDS, MOST_SECONDS = LEAST_SHARE, MOST
-#: Of the rest of a step, the share that moves along when units do: what lies between the layers of a segment. What is
-#: believed before it was seen, and the most.
+#: Of the rest of a step, the share that moves along when units do: what lies between the layers of a segment, and what
+#: updates their weights. What is believed of all but the update before it was seen, and the most of the rest.
 MOVING_REST, MOST_MOVING_REST = 0.2, 0.9
 
 
@@ -41,6 +41,7 @@ class StepTimes:
         wait_s: the rest of the time between the two ends, waiting in collectives.
         outside_s: the part of ``busy_s`` before the first balanced layer of each forward, as for fetching a batch.
         outside_wait_s: the part of ``wait_s`` there.
+        update_s: the part of ``busy_s`` after the last backward, as for the optimizer's step.
         layers: by name, what the products of each layer took that had any, in forward and backward together.
     """
 
@@ -52,6 +53,7 @@ class StepTimes:
     wait_s: float = 0.0
     outside_s: float = 0.0
     outside_wait_s: float = 0.0
+    update_s: float = 0.0
     layers: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     @property
@@ -171,4 +173,5 @@ def usual_step(steps: Sequence[StepTimes]) -> StepTimes:
         shares=steps[-1].shares,
         is_forced=steps[-1].is_forced,
         wait_s=middle_of([step.wait_s for step in steps]),
+        update_s=usual_of([step.update_s for step in steps]),
     )
