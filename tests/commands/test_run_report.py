@@ -68,7 +68,8 @@ def test_of_many_ranks_those_that_were_slow_are_drawn():
 def test_runs_stand_side_by_side(page_of):
     page, _ = page_of(off=[dataclasses.replace(each, kind="nothing", saved_s=float("nan")) for each in RUN[:2]], on=RUN)
     first, second = texts_of(page, "zeroresize report</h1>")
-    assert "nothing was balanced" in first[-1] and "balancing saved 20 s" in second[-1]
+    assert "off.jsonl" in first[0] and first[1] == "20" and second[1] == "60"
+    assert "nothing was balanced" in page and "would have been 1 min 10 s" in page
     assert "last heard of at step 20" in page and "Step time of each run" in page
 
 

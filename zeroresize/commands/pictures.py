@@ -15,7 +15,7 @@ _LINES = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 3)), (0, (7, 2, 1, 2)), (0,
 _HATCHES = ("", "///", "...", "xxx", "\\\\\\", "++", "oo", "--")
 #: Of so many ranks each has a line of its own; of more only those that were slow have, and the middle of all.
 _MOST_LINES = 8
-_INCHES = (8.0, 2.6)
+_INCHES, _MOST_LETTERS = (8.0, 2.6), 18
 
 
 def drawn(draw: Callable[[Any], None], title: str, ylabel: str) -> str:
@@ -61,7 +61,8 @@ def of_runs(runs: Mapping[str, Sequence[Status]]) -> str:
     def draw(axes: Any) -> None:
         for place, (name, statuses) in enumerate(runs.items()):
             steps_ms = [1e3 * status.step_s for status in statuses]
-            axes.plot([status.step for status in statuses], steps_ms, label=name, **_line(place))
+            label = name if len(name) <= _MOST_LETTERS else f"…{name[1 - _MOST_LETTERS :]}"
+            axes.plot([status.step for status in statuses], steps_ms, label=label, **_line(place))
         axes.set_ylim(bottom=0.0)
 
     return drawn(draw, "Step time of each run", "milliseconds")

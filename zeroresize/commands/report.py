@@ -24,7 +24,6 @@ from zeroresize.utils.extras import need
 from zeroresize.utils.progress import Progress
 from zeroresize.utils.texts import CAUSES, duration_text, percent_text
 
-_SHARES = ("least share", "dropped")
 _TEMPLATE = Path(__file__).with_name("report.html.j2")
 
 
@@ -149,8 +148,8 @@ def compared(runs: Sequence[Run]) -> list[list[str]]:
     """Return headings, and of each run how long its steps were, what was computed elsewhere, and its scores."""
     scores = sorted({name for run in runs for name in run.scores})
     steps_s = [run.middle_s for run in runs if not math.isnan(run.middle_s)] or [math.nan]
-    rows = [["run", "steps", "a step", "of the shortest", "faster than the longest", *_SHARES, "saved"]]
-    rows[0] += [name.replace("_", " ") for name in scores]
+    names = [name.replace("_", " ") for name in scores]
+    rows = [["run", "steps", "a step", "× best", "speed-up", "least share", "dropped", "saved", *names]]
     for run in runs:
         ratios = run.middle_s / min(steps_s), max(steps_s) / run.middle_s
         numbers = (f"{each:.2f}" for each in (*ratios, run.least_share, run.dropped))
