@@ -35,6 +35,8 @@ from vit_examples.harness.checkpoints import load_checkpoint, save_checkpoint
 from vit_examples.harness.dry_run import show_needs
 from vit_examples.harness.program import agreed, join, leave_together, left_together, noted_sigterm, run_program
 from vit_examples.harness.run_folder import RunRecord, begin_run, how_to_go_on, say_end
+from zeroresize.utils.progress import Progress
+from zeroresize.utils.texts import digits
 
 FEEDS: dict[str, type[Feed]] = {"pipeline": PipelineFeed, "strategies": StrategyFeed, "microbatches": MicroBatchFeed}
 
@@ -112,7 +114,7 @@ def report(feed: Feed, *, is_validated: bool) -> None:
         numbers["validation_loss"] = feed.validation_loss = feed.validate()
     if feed.record is not None:
         feed.record.write("metrics", {"step": feed.step, **numbers})
-        shown = [f"{name} {value:.4g}" for name, value in numbers.items() if isinstance(value, float)]
+        shown = [f"{name} {digits(value, 4)}" for name, value in numbers.items() if isinstance(value, float)]
         feed.record.tell(f"step {feed.step}: {', '.join(shown)}")
 
 
@@ -129,7 +131,7 @@ def table_of(title: str, summary: dict[str, Any]) -> Table:
     for name, value in summary.items():
         entries = value.items() if isinstance(value, dict) else [("", value)]
         for key, entry in entries:
-            table.add_row(f"{name} {key}".strip(), f"{entry:.5g}" if isinstance(entry, float) else str(entry))
+            table.add_row(f"{name} {key}".strip(), digits(entry, 5) if isinstance(entry, float) else str(entry))
     return table
 
 
@@ -151,7 +153,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run(config: Any, *, resume: bool) -> None:
     config.validate_ranks(int(os.environ["WORLD_SIZE"]))
     with ExitStack() as held:
-        feed = prepare(config, join(getattr(config, FEEDS[config.feed].section).timeout_s), held, resume=resume)
+        with Progress("set-up", is_shown=config.output.progress and os.environ["RANK"] == "0"):
+            feed = prepare(config, join(getattr(config, FEEDS[config.feed].section).timeout_s), held, resume=resume)
 
         def leave() -> None:
             feed.leave()

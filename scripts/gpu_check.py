@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import zeroresize as zr
-from scripts.bench.common import parser_of, save, show
+from scripts.bench.common import parser_of, run, save, show
 from scripts.bench.query_heads import begin, divide, llama, measure
 from zeroresize.conversion import balanced_layers
 
@@ -169,4 +169,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -25,13 +25,13 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 54_052,
-    "package files": 311,
-    "package code lines": 35_274,
-    "tests lines": 52_993,
-    "examples lines": 14_111,
-    "docs lines": 5_372,
-    "tuning constants": 164,
+    "package lines": 55_098,
+    "package files": 319,
+    "package code lines": 35_970,
+    "tests lines": 54_157,
+    "examples lines": 14_424,
+    "docs lines": 5_041,
+    "tuning constants": 173,
 }
 
 

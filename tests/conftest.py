@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import signal
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -25,8 +26,10 @@ from hypothesis import is_hypothesis_test
 
 import zeroresize as zr
 from zeroresize.policy.tensor.costs import MigrationCost
+from zeroresize.utils import progress
 
 torch.set_num_threads(1)
+progress._QUIET_S = threading.TIMEOUT_MAX  # how far something is would be told by the clock
 for public in zr.__all__:  # once in each worker, not in every rank that is forked
     getattr(zr, public)
 

@@ -21,7 +21,7 @@ def test_printed_it_is_a_table_of_ranks_between_a_headline_and_the_decision():
     assert "step 120" in headline and "50 % shorter than evenly" in headline and "saved 2 min 3 s" in headline
     assert heading.split() == " ".join(HEADINGS).split()
     assert first.split() == ["0", "120", "ms", "1.00", "1.33"]
-    assert second.split() == ["1", "480", "ms", "0.25", "0.67", "step", "40", "matrix", "products", "12.0", "s"]
+    assert second.split() == ["1", "480", "ms", "0.25", "0.67", "step", "40", "matrix", "products", "12", "s"]
     assert decided == "<why>"
     assert "watched" in str(UNKNOWN) and "nan" not in str(UNKNOWN)
 

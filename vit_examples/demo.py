@@ -23,7 +23,9 @@ from vit_examples.config import load_config
 from vit_examples.harness.folders import claimed, empty
 from vit_examples.one_node import started, train_command
 from zeroresize.commands.__main__ import main as zeroresize
+from zeroresize.utils.console import plain_console
 from zeroresize.utils.files import read_json_lines
+from zeroresize.utils.progress import Progress as Lines
 
 NUM_RANKS = 2
 STRAGGLER = 1
@@ -50,12 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder of results")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change it, such as host=torch")
     parsed = parser.parse_args(arguments)
-    console = Console()
+    console = plain_console()
     try:
         run_all(parsed.config, parsed.set, parsed.output, console)
     except (RunFailed, ValueError) as error:
         is_failed = isinstance(error, RunFailed)
-        console.print(f"{'' if is_failed else 'error: '}{error}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"{'' if is_failed else 'error: '}{error}", markup=False, soft_wrap=True)
         return 1 if is_failed else 2
     except KeyboardInterrupt:
         sys.stderr.write("interrupted: the same command begins anew\n")
@@ -84,8 +86,10 @@ def run_all(config: str, overrides: Sequence[str], output: Path, console: Consol
             tasks = {name: progress.add_task(name, total=None, start=False, note="waiting") for name in RUNS}
             for name, changes in RUNS.items():
                 progress.start_task(tasks[name])
-                for done, total, note in train(config, [*overrides, *changes], folders[name]):
-                    progress.update(tasks[name], completed=done, total=total, note=note)
+                with Lines(f"{name}: steps", tell=console.print, is_shown=not console.is_terminal) as lines:
+                    for done, total, note in train(config, [*overrides, *changes], folders[name]):
+                        progress.update(tasks[name], completed=done, total=total, note=note)
+                        lines.num_done, lines.total = done, total
                 progress.stop_task(tasks[name])
 
 

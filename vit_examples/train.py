@@ -9,6 +9,7 @@ The loop is :func:`train_epoch`; what this package adds to an ordinary loop are 
 from __future__ import annotations
 
 import math
+import os
 import signal
 import statistics
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ from vit_examples.model import classification_loss, num_correct
 from vit_examples.run import Run, commit_of_code, prepare
 from vit_examples.step_times import timing
 from vit_examples.stragglers import stragglers
+from zeroresize.utils.progress import Progress
 
 #: Of whom an epoch's line has the mean share that a rank did not compute, by itself.
 MOST_RANKS_SHOWN = 16
@@ -179,7 +181,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run(config: RunConfig, *, resume: bool) -> None:
-    run = prepare(config, resume=resume)
+    with Progress("set-up", is_shown=config.output.progress and os.environ.get("RANK", "0") == "0"):
+        run = prepare(config, resume=resume)
     with run.held, left_together(run.host.close):
         if run.epochs < config.training.epochs:
             train(run)

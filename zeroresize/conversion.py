@@ -47,6 +47,7 @@ from zeroresize.resharding.state_dict_guards import guard_save_pretrained
 from zeroresize.resharding.units.owned_units import OwnedUnits, divide_units, require_segments
 from zeroresize.utils.checked import checked
 from zeroresize.utils.deadline import within
+from zeroresize.utils.progress import Progress
 from zeroresize.utils.torch_private import is_tensor_of_tensors
 
 logger = logging.getLogger(__name__)
@@ -158,9 +159,8 @@ def convert(
 
     if is_first_rank and (untied := next(probably_untied(inner), None)) is not None:
         logger.warning(
-            "%s and %s hold the same numbers: they are probably one weight that splitting has untied, and will be "
-            "trained apart. Split both with zeroresize's styles, which keep ties, or let one layer have the other's "
-            "parameter after the split; nothing is wrong where they were only copied, to begin alike",
+            "%s and %s hold the same numbers, as if splitting had untied one weight: split both with zeroresize's "
+            "styles, or let one layer have the other's parameter after the split",
             *untied,
         )
     converted_before = list(balanced_layers(model).values())
@@ -171,7 +171,8 @@ def convert(
         if not balanced_layers(model):
             raise ValueError(_nothing_to_convert(model, choice))
         divide_lora(inner)
-        _search(model, balanced_layers(model), group, segments)
+        with Progress("convert: looking for units of the model", tell=logger.info, is_shown=is_first_rank):
+            _search(model, balanced_layers(model), group, segments)
         require_heads_on_ranks(inner)
     except Exception as raised:  # other ranks may be about to divide
         error = raised
@@ -195,13 +196,9 @@ def convert(
     guard_save_pretrained(inner)
     if is_first_rank:
         warn_of_known_faults(inner, optimizer)
-        logger.info(
-            "convert: %d layers can be balanced, %d were left alone, %d were left out by module_filter_fn; %s",
-            len(layers),
-            len(choice.left_alone),
-            len(choice.filtered),
-            summary_of_segments(layers),
-        )
+        counts = {"left alone": len(choice.left_alone), "left out by module_filter_fn": len(choice.filtered)}
+        others = "".join(f", {number} were {what}" for what, number in counts.items() if number)
+        logger.info("convert: %d layers can be balanced%s; %s", len(layers), others, summary_of_segments(layers))
     return model
 
 

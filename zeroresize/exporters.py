@@ -56,7 +56,6 @@ class PrometheusTelemetry(_Exporter):
         self._client, self._port, self._textfile = need("prometheus_client", "prometheus"), port, textfile
         self._registry = self._client.CollectorRegistry()
         self._gauges: dict[str, Any] = {}
-        self._is_serving = False
 
     def _export(self, record: Any) -> None:
         wing = getattr(record, "kind", "units" if isinstance(record, UpdateRecord) else "layers")
@@ -72,9 +71,9 @@ class PrometheusTelemetry(_Exporter):
             self._gauges[metric].labels(rank, socket.gethostname(), wing).set(value)
         if self._textfile is not None:
             self._client.write_to_textfile(str(self._textfile), self._registry)
-        elif not self._is_serving:
-            self._client.start_http_server(self._port, registry=self._registry)
-            self._is_serving = True
+        elif self._port is not None:
+            port, self._port = self._port, None
+            self._client.start_http_server(port, registry=self._registry)
 
 
 class OpenTelemetrySpans(_Exporter):

@@ -51,7 +51,7 @@ class MicroBatchesConfig(Section):
         recompute: what may be computed again in backwards, of "none", "attention" and "layers".
         costs: file of measured costs; None measures at the beginning and keeps ``costs.json`` in the output folder.
         most_rows: rows of a micro-batch up to which costs are measured.
-        workers: planner processes of each host.
+        workers: planner processes of each node.
         ahead: iterations that they may be ahead; None for as many as keep them busy.
     """
 

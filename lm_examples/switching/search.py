@@ -25,6 +25,8 @@ from zeroresize.policy.strategy.costs.search import (
 from zeroresize.strategy.calibrate import measure_layer_costs, measure_links
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed
+from zeroresize.utils.progress import Progress
+from zeroresize.utils.texts import duration_text
 
 _SHORTEST_RANGE = 64
 
@@ -85,19 +87,20 @@ def chosen(
     thresholds = default_thresholds(longest, _SHORTEST_RANGE)
     measured_s = time.perf_counter() - began
     tell(
-        f"search: measured in {measured_s:.1f} s; comparing {len(candidates)} strategies in ranges that end at "
-        f"{', '.join(map(str, thresholds))} tokens, on {len(sample)} mini-batches"
+        f"search: measured in {duration_text(measured_s)}; comparing {len(candidates)} strategies in ranges that end "
+        f"at {', '.join(map(str, thresholds))} tokens, on {len(sample)} mini-batches"
     )
-    result = search_strategies(
-        sample,
-        candidates,
-        cost,
-        memory_limit=limit,
-        thresholds=thresholds,
-        max_ranges=strategies.max_ranges,
-        max_tokens=max_tokens,
-    )
-    tell(f"search: done after {time.perf_counter() - began:.1f} s")
+    with Progress("search: comparing strategies", tell=tell):
+        result = search_strategies(
+            sample,
+            candidates,
+            cost,
+            memory_limit=limit,
+            thresholds=thresholds,
+            max_ranges=strategies.max_ranges,
+            max_tokens=max_tokens,
+        )
+    tell(f"search: done after {duration_text(time.perf_counter() - began)}")
     return Choice(result.ranges, result.optimizer_strategy, result)
 
 

@@ -15,7 +15,7 @@ from vit_examples.config import RunConfig
 from vit_examples.host_colossalai import ColossalAIHost
 from vit_examples.model import classification_loss
 from zeroresize.conversion import balanced_layers
-from zeroresize.injection.delay import HostDelay
+from zeroresize.injection.delay import CpuDelay
 from zeroresize.injection.slow_layers import SlowLayers
 
 #: What this rank does of its products, of each step.
@@ -95,4 +95,4 @@ def _slowness_of(model: nn.Module) -> SlowLayers:
     They are slowed by their CPU time, as ranks may share a core and would be held up the longer for having lost it.
     """
     layers = list(balanced_layers(model).values())
-    return SlowLayers(layers, "gemm", HostDelay(work_clock=time.thread_time))
+    return SlowLayers(layers, "gemm", CpuDelay(work_clock=time.thread_time))

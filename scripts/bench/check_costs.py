@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroresize as zr
-from scripts.bench.common import FeedForward, parser_of, save
+from scripts.bench.common import FeedForward, parser_of, run, save
 from zeroresize.control.seen_batches import SeenBatches
 from zeroresize.control.start_checks import StartCheck
 
@@ -92,4 +92,4 @@ def _train(arguments: argparse.Namespace, num_steps: int) -> tuple[_Seconds, _Se
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -11,13 +11,14 @@ from __future__ import annotations
 import itertools
 import math
 import multiprocessing
+import signal
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from scripts.bench.common import parser_of, show
+from scripts.bench.common import parser_of, run, show
 from scripts.simulated.cluster import Cluster, Speeds
 from scripts.simulated.noise import Noise
 from scripts.simulated.spells import COST, LONGEST, SEGMENTS, Outcome, Spell, drawn, outcome
@@ -138,7 +139,7 @@ def main() -> None:
     parser.add_argument("--mode", choices=("exact", "semi"), default="exact", help="where units move")
     options = parser.parse_args()
     mode, seeds = options.mode, range(options.seeds)
-    with multiprocessing.Pool(options.processes) as pool:
+    with multiprocessing.Pool(options.processes, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
 
         def run_spells(name: str, spells: Sequence[Spell], seeds: range) -> None:
             tasks = list(itertools.product(spells, seeds))
@@ -170,4 +171,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroresize as zr
-from scripts.bench.common import FeedForward, parser_of, pin_to_core, results_of_ranks, show
+from scripts.bench.common import FeedForward, parser_of, pin_to_core, results_of_ranks, run, show
 from vit_examples.contention import Contention
 from zeroresize.injection import StragglerInjector
 
@@ -101,4 +101,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -12,22 +12,43 @@ import json
 import math
 import os
 import platform
+import signal
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 import zeroresize as zr
+from zeroresize.utils.console import plain_console
+from zeroresize.utils.progress import Progress
+
+_T = TypeVar("_T")
+#: What is told of a program that takes long; :func:`in_turns` counts rounds.
+progress = Progress(Path(sys.argv[0]).stem, is_shown=os.environ.get("RANK", "0") == "0")
+
+
+def run(main: Callable[[], Any]) -> None:
+    """Run a program, telling how far it is."""
+    with progress:
+        main()
+
+
+def counted(items: Sequence[_T]) -> Iterator[_T]:
+    """Yield items of a program, counting those that are done."""
+    progress.total = len(items)
+    for item in items:
+        yield item
+        progress.advance()
 
 
 def parser_of(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
@@ -44,12 +65,12 @@ def parser_of(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
     return parser
 
 
-def show(title: str, headings: Sequence[str], rows: Sequence[Sequence[Any]], width: int = 150) -> None:
-    """Print a table."""
+def show(title: str, headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Print a table, however wide a line may be."""
     table = Table(*headings, title=title, title_justify="left")
     for row in rows:
         table.add_row(*map(str, row))
-    Console(width=width).print(table)
+    plain_console(width=300).print(table)
 
 
 def save(name: str, result: Mapping[str, Any]) -> None:
@@ -71,7 +92,7 @@ def join_ranks(*, rank: int, world_size: int, **options: Any) -> torch.device:
     """Take a device and join the other ranks by ``dist.init_process_group``, which is given the options, too.
 
     A GPU for each rank, or for several where there are fewer, joined by NCCL; else CPUs, by gloo. NCCL refuses two
-    ranks of one host on one GPU. Ranks that share one name different hosts, so that they talk by sockets: slowly, but
+    ranks of one node on one GPU. Ranks that share one name different nodes, so that they talk by sockets: slowly, but
     with all that NCCL does otherwise. What they compute takes turns on the GPU.
 
     Returns:
@@ -121,11 +142,18 @@ def results_of_ranks(
             context.Process(target=_rank, args=(run, rank, num_ranks, arguments, f"{folder}/store", results))
             for rank in range(num_ranks)
         ]
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # ranks inherit it: Ctrl-C is for this process alone
         for process in ranks:
             process.start()
-        collected = [results.get(timeout=1800) for _ in range(num_results)]
-        for process in ranks:
-            process.join()
+        signal.signal(signal.SIGINT, handler)
+        try:
+            collected = [results.get(timeout=1800) for _ in range(num_results)]
+            for process in ranks:
+                process.join()
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
     return collected
 
 
@@ -176,6 +204,7 @@ def in_turns(variants: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str
         order = names[start:] + names[:start]
         for name in order[:: -1 if number // len(names) % 2 else 1]:
             results[name].append(variants[name]())
+        progress.advance()
     return results
 
 

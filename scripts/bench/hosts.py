@@ -36,6 +36,7 @@ from scripts.bench.common import (
     in_turns,
     interval_of_ratio,
     parser_of,
+    run,
     save,
     show,
     time_slowest_rank,
@@ -43,7 +44,7 @@ from scripts.bench.common import (
 from scripts.bench.query_heads import WORDS, begin, llama
 from zeroresize.conversion import balanced_layers
 from zeroresize.injection import SlowOps
-from zeroresize.injection.delay import HostDelay
+from zeroresize.injection.delay import CpuDelay
 from zeroresize.injection.slow_layers import SlowLayers
 from zeroresize.layers.segments import all_segments
 
@@ -160,7 +161,7 @@ class Copy:
 
     def __init__(self, training: Training, mode: str | None, update_every: int) -> None:
         self.step, self.balancer = training.step, None
-        delay = HostDelay(work_clock=time.thread_time)
+        delay = CpuDelay(work_clock=time.thread_time)
         self.slowness: SlowOps | SlowLayers = SlowOps()
         self.slowness._host = delay
         if mode is None:
@@ -274,4 +275,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from lm_examples.microbatches.tasks import padding_efficiency
-from scripts.bench.common import parser_of, save, show
+from scripts.bench.common import parser_of, run, save, show
 from scripts.simulated.modelled_pipelines import MODELS, batches_of, costs_of, powers, row_lengths
 from zeroresize.policy.microbatches.costs import StageCosts
 from zeroresize.policy.microbatches.cuts import Segments, fill_of, ordered, shortest_cuts
@@ -108,4 +108,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 import zeroresize as zr
 from scripts.bench.balanced_copies import Copy
 from scripts.bench.bounds import shortest_step_s
-from scripts.bench.common import in_turns, interval_of_ratio, parser_of, pin_to_core, save, show
+from scripts.bench.common import in_turns, interval_of_ratio, parser_of, pin_to_core, run, save, show
 from vit_examples.config import ModelConfig, RunConfig, TrainingConfig
 from vit_examples.contention import Contention
 from vit_examples.host_colossalai import ColossalAIHost
@@ -139,4 +139,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from scripts.bench.common import interval_of_ratio, parser_of, pin_to_core, save, time_slowest_rank
+from scripts.bench.common import interval_of_ratio, parser_of, pin_to_core, run, save, time_slowest_rank
 from zeroresize import ColumnParallelLinear, RowParallelLinear
 from zeroresize.layers.segment import OwnedSegment, UnitTensor
 from zeroresize.plan.ownership import OwnershipMap
@@ -106,4 +106,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from scripts.bench.common import describe_ratio, gather_from_ranks, in_turns, join_ranks, parser_of, save
+from scripts.bench.common import describe_ratio, gather_from_ranks, in_turns, join_ranks, parser_of, run, save
 from zeroresize.pipeline import Pipeline, PipelineBalancer
 
 #: Steps in which it learns, that is of several profiles.
@@ -113,4 +113,4 @@ def _ratios(over: list[Window], under: list[Window], other: list[Window], at: in
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from scripts.bench.common import parser_of, save, show
+from scripts.bench.common import parser_of, run, save, show
 from scripts.simulated import changing_layers
 from scripts.simulated.pipeline_training import simulate_oracle, simulate_pipeline
 from scripts.simulated.pipelines import LayerLoads, PipelineCluster
@@ -186,9 +186,9 @@ def main() -> None:
             table.append([case, size, *cells_of(case, rows)])
             results += [{"case": case, "size": size, **row} for row in rows]
             print(table[-1], flush=True)
-    show("", [*headings, "overhead, %"], table, width=200)
+    show("", [*headings, "overhead, %"], table)
     save("pipeline_simulated", {**vars(options), "rows": results})
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -32,11 +32,12 @@ from scripts.bench.common import (
     keep_freed_memory,
     parser_of,
     pin_to_core,
+    run,
     save,
     show,
 )
 from zeroresize.conversion import balanced_layers
-from zeroresize.injection.delay import HostDelay
+from zeroresize.injection.delay import CpuDelay
 from zeroresize.injection.slow_layers import SlowLayers
 from zeroresize.layers.segments import all_segments, owned_segments
 from zeroresize.plan.ownership import SegmentWork
@@ -83,7 +84,7 @@ class Copy:
         mode = "off" if units == "off" else "exact"
         balance = zr.BalanceConfig(mode=mode, update_every=options.update_every)
         self.balancer = zr.Balancer(self.model, self.optimizer, balance) if units != "alone" else None
-        self.slowness = SlowLayers(list(layers.values()), "gemm", HostDelay(work_clock=time.thread_time))
+        self.slowness = SlowLayers(list(layers.values()), "gemm", CpuDelay(work_clock=time.thread_time))
         words = torch.randint(WORDS, (options.batch, options.tokens), generator=torch.Generator().manual_seed(1))
         self.words = words.to(device)
         self.slowness.chi, self.update_s = options.everyone, list[float]()
@@ -210,4 +211,4 @@ def measure(options: Any, device: torch.device) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from scripts.bench.common import parser_of, save, show
+from scripts.bench.common import parser_of, run, save, show
 from zeroresize.plan.ownership import (
     COPY_GAIN,
     CopyCosts,
@@ -85,4 +85,4 @@ class Copies:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

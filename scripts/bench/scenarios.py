@@ -16,10 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import track
-
-from scripts.bench.common import parser_of, show
+from scripts.bench.common import counted, parser_of, run, show
 from scripts.simulated.figures import Figures, mean_figures
 from scripts.simulated.scenario import CALIBRATIONS, COURSES, NOISES, Scenario
 from zeroresize.config import BalanceConfig
@@ -112,7 +109,7 @@ def print_table(rows: Sequence[dict[str, Any]], before: dict[tuple[str, ...], di
         for row in rows_of_section:
             pairs = zip(cells(row), cells(before.get(key_of(row), row)), strict=True)
             lines.append([*key_of(row)[1:], *(new if new == old else f"{new} ({old})" for new, old in pairs)])
-        show(section, (*KEYS[1:], *SHOWN), lines, width=300 if before else 230)
+        show(section, (*KEYS[1:], *SHOWN), lines)
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -142,7 +139,7 @@ def main() -> None:
         parser.error(f"sections {arguments.only} have no line with modes {arguments.modes}: choose others")
     rows = [
         as_row(*line, mean_figures([line[1].figures(configs[line[2]], seed) for seed in range(seeds)]))
-        for line in track(chosen, "simulating", console=Console(stderr=True), transient=True)
+        for line in counted(chosen)
     ]
     print_table(rows, before)
     if arguments.csv:
@@ -153,4 +150,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

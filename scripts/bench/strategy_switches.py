@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from lm_examples.llama import LlamaConfig, llama_layers
-from scripts.bench.common import parser_of, save, show, time_slowest_rank
+from scripts.bench.common import parser_of, run, save, show, time_slowest_rank
 from zeroresize.comm.collectives import start_messages
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.strategy.switches.switch_plan import plan_gradients, plan_weights
@@ -146,4 +146,4 @@ def _median_and_range(values: Sequence[float]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import zeroresize as zr
-from scripts.bench.common import in_turns, interval_of_ratio, join_ranks, parser_of, pin_to_core, save, show
+from scripts.bench.common import in_turns, interval_of_ratio, join_ranks, parser_of, pin_to_core, run, save, show
 from vit_examples.contention import Contention
 from zeroresize.injection import SlowOps
 from zeroresize.policy.data.division import Division
@@ -69,8 +69,8 @@ class Copy:
     def divide(self, counts: tuple[int, ...]) -> None:
         """Let all steps that come be divided so."""
         assert self.balancer is not None
-        schedule = self.balancer._schedule
-        schedule.add(schedule.num_steps, Division.of_counts(counts))
+        timetable = self.balancer._timetable
+        timetable.add(timetable.num_steps, Division.of_counts(counts))
 
     def steps(self, number: int) -> list[float]:
         """Seconds of some steps."""
@@ -135,7 +135,7 @@ def main() -> None:
         results.append({"chi": chi, **result})
         rows.append([chi, *(str(value) for value in result.values())])
     if dist.get_rank() == 0:
-        show("Steps, of the homogeneous one [95 %]", list(results[0]), rows, width=190)
+        show("Steps, of the homogeneous one [95 %]", list(results[0]), rows)
         save("uneven_batches", {"options": vars(options), "results": results})
     dist.destroy_process_group()
 
@@ -200,4 +200,4 @@ def shown(seconds: list[float], others: list[float]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from scripts.bench.common import parser_of, save, show
+from scripts.bench.common import parser_of, run, save, show
 from scripts.simulated.batches import BatchCluster, BatchTrace, in_turn, simulate_batches, spells
 from scripts.simulated.noise import Noise
 from zeroresize.policy.data.division import Floats
@@ -91,4 +91,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import zeroresize as zr
 from lm_examples.task_lengths import draw_pairs
-from scripts.bench.common import bootstrap_interval, in_turns, join_ranks, parser_of, pin_to_core, save, show
+from scripts.bench.common import bootstrap_interval, in_turns, join_ranks, parser_of, pin_to_core, run, save, show
 
 
 class Rows(nn.Module):
@@ -124,4 +124,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

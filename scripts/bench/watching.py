@@ -25,8 +25,9 @@ import numpy as np
 import torch.distributed as dist
 
 import zeroresize as zr
-from scripts.bench.common import bootstrap_interval, in_turns, parser_of, pin_to_core, results_of_ranks, show
+from scripts.bench.common import bootstrap_interval, in_turns, parser_of, pin_to_core, results_of_ranks, run, show
 from scripts.bench.paced_training import Training
+from zeroresize.utils.texts import digits
 
 #: What slows a rank, and what a watch calls it.
 CAUSES = {"products": "products", "loader": "loader", "host": "rest", "link": "link", "rows": ""}
@@ -172,7 +173,7 @@ def show_spells(spells: Sequence[Spell], num_ranks: int) -> None:
 
 
 def _median_and_most(values: Sequence[Any]) -> str:
-    return f"{statistics.median(values):.3g} ({max(values):.3g})" if values else ""
+    return f"{digits(statistics.median(values))} ({digits(max(values))})" if values else ""
 
 
 def show_cost(rounds: dict[str, Sequence[tuple[float, float]]]) -> None:
@@ -208,4 +209,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

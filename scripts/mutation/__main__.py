@@ -18,14 +18,17 @@ import csv
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from scripts.mutation.faults import FIELDS, chosen_faults, planted
+from zeroresize.utils.progress import Progress
 
 MARKERS = "not slow and not exhaustive and not hosts and not gpu"
 BATCH = 20  # tests that one process runs
@@ -96,13 +99,18 @@ def first_failing(tree: Path, fault: dict[str, str], tests: list[str]) -> str:
 def _pytest(tree: Path, options: list[str], limit_s: float | None, environment: dict[str, str]) -> str:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
     whole = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        command, cwd=tree, env=whole | environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    )
     try:
-        run = subprocess.run(
-            command, cwd=tree, env=whole | environment, capture_output=True, text=True, timeout=limit_s
-        )
+        return process.communicate(timeout=limit_s)[0]
     except subprocess.TimeoutExpired:
         return ""
-    return run.stdout
+    finally:  # also workers and ranks of a run that hangs, or that Ctrl-C ends
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def main() -> None:
@@ -126,11 +134,15 @@ def main() -> None:
         tree = Path(folder) / "tree"
         shutil.copytree(".", tree, ignore=shutil.ignore_patterns(".*", "__pycache__", "runs", "build"))
         rows = []
-        for fault, tests in zip(faults, tests_by_fault(tree, faults, options), strict=True):
-            rows.append({**fault, "tests": len(tests), "failed": first_failing(tree, fault, tests)})
-            place = f"{fault['file']}:{fault['line']} {fault['fault']}: {fault['text']}"
-            print(place, "->", rows[-1]["failed"] or f"SURVIVES {len(tests)} tests", flush=True)
-            _write(options.out, (*FIELDS, "tests", "failed"), rows)
+        with Progress("learning which tests execute which fault"):
+            all_tests = tests_by_fault(tree, faults, options)
+        with Progress("faults", len(faults)) as progress:
+            for fault, tests in zip(faults, all_tests, strict=True):
+                rows.append({**fault, "tests": len(tests), "failed": first_failing(tree, fault, tests)})
+                place = f"{fault['file']}:{fault['line']} {fault['fault']}: {fault['text']}"
+                print(place, "->", rows[-1]["failed"] or f"SURVIVES {len(tests)} tests", flush=True)
+                _write(options.out, (*FIELDS, "tests", "failed"), rows)
+                progress.advance()
     print(f"{sum(bool(row['failed']) for row in rows)} of {len(rows)} faults are found")
 
 

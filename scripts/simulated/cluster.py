@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scripts.simulated.noise import Noise
-from zeroresize.plan.group import Loan, Shares, WorkloadPlan
+from zeroresize.plan.group import Loan, WorkloadPlan, Workshares
 from zeroresize.plan.ownership import SegmentWork, owned_shares, unit_counts
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost
@@ -135,7 +135,7 @@ def step_times(
     ends_s += cluster.migration.seconds(lent)
     borrowed = borrowed_shares(plan.loans, len(chi), holdings.owned)
     shares_of_step = [
-        Shares(rank.pruned, rank.lent, share, owned)
+        Workshares(rank.pruned, rank.lent, share, owned)
         for rank, share, owned in zip(plan.ranks, borrowed, holdings.owned, strict=True)
     ]
     seconds = (times.tolist() for times in (busy_s, gemm_s, gather_fill_s))

@@ -28,7 +28,9 @@ from rich.table import Table
 
 from scripts.study.grid import Study, read_study
 from scripts.study.jobs import Jobs
+from zeroresize.utils.console import plain_console
 from zeroresize.utils.files import write_whole
+from zeroresize.utils.progress import Progress
 
 Rows = dict[tuple[str, str], dict[str, Any]]
 NEEDED_COLUMNS = ("cell", "seed", "test_accuracy")
@@ -106,11 +108,13 @@ def run_study(study: Study, table: Path, console: Console, jobs: Jobs) -> list[s
         except ValueError as error:
             failures.append(str(error))
     try:
-        for number, (cell, job) in enumerate(submitted.items(), 1):
-            console.print(f"{number} of {len(submitted)}: {cell.name}, seed {cell.seed}", highlight=False)
-            if (failure := job.exception()) is not None:  # it ends only now
-                failures.append(str(failure))
-            write_csv(all_rows(study, table), table)
+        with Progress("runs of the study", len(submitted)) as progress:
+            for number, (cell, job) in enumerate(submitted.items(), 1):
+                console.print(f"{number} of {len(submitted)}: {cell.name}, seed {cell.seed}")
+                if (failure := job.exception()) is not None:  # it ends only now
+                    failures.append(str(failure))
+                write_csv(all_rows(study, table), table)
+                progress.advance()
     except KeyboardInterrupt:
         for job in submitted.values():
             job.cancel()
@@ -156,7 +160,7 @@ def main() -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="list and tabulate the runs, train nothing")
     options = parser.parse_args()
-    console = Console()
+    console = plain_console()
     failures: list[str] = []
     try:
         study = read_study(options.grid, options.output.resolve(), changes=options.set)
@@ -176,7 +180,7 @@ def main() -> None:
     if options.dry_run:
         for cell in study.cells:
             state = "done" if cell.key in rows else "to do"
-            console.print(f"{state}  {cell.name}, seed {cell.seed}", highlight=False)
+            console.print(f"{state}  {cell.name}, seed {cell.seed}")
     console.print(results_table(study, rows))
     if failures:
         sys.exit("\n".join(f"error: {failure}" for failure in failures))

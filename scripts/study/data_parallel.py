@@ -18,13 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import zeroresize as zr
-from scripts.bench.common import join_ranks, parser_of, show
+from scripts.bench.common import join_ranks, parser_of, run, show
 from scripts.study.__main__ import Rows, read_table, write_csv
 from vit_examples.batches import normalise
 from vit_examples.config import RunConfig, load_config
@@ -116,7 +115,7 @@ def main() -> None:
                 rows[cell, str(seed)] |= {"ranks": dist.get_world_size(), "commit": commit_of_code()}
                 if rank == 0:
                     write_csv(rows, options.csv)
-                    Console().print(cell, seed, figures, highlight=False)
+                    print(cell, seed, figures, flush=True)
     if rank == 0:
         shown = []
         for cell in options.cells:
@@ -130,4 +129,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

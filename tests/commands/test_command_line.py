@@ -20,7 +20,7 @@ except SystemExit as end:
 PRESENT = [name for name in COMMANDS if importlib.util.find_spec(f"zeroresize.commands.{name}")]
 
 
-@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in PRESENT)], ids=" ".join)
+@pytest.mark.parametrize("arguments", [[], ["--help"], *([name, "--help"] for name in PRESENT)], ids=" ".join)
 def test_help_comes_without_torch(arguments):
     command = [sys.executable, "-c", SEEN, *arguments]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -65,3 +65,13 @@ def test_a_status_that_is_there_is_kept(tmp_path, capsys):
         f"--folder {tmp_path}: a status.jsonl cannot be made there: File exists"
     )
     assert path.read_text() == "{}\n"
+
+
+@pytest.mark.parametrize("where", ["importlib.import_module", "zeroresize.commands.probe.run"])
+def test_an_interrupt_ends_a_command_with_one_line_also_while_it_is_imported(monkeypatch, capsys, where):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(where, interrupted)
+    assert main(["probe"]) == 130
+    assert capsys.readouterr().err == "zeroresize probe: interrupted\n"

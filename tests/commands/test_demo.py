@@ -25,9 +25,8 @@ def test_rank_1_is_slow_and_computes_less_until_it_is_fast_again(tmp_path, capsy
     assert min(status.ranks[1].share for status in balanced) < 0.8
     assert statuses[-1].state == "ended"
     said = capsys.readouterr().out
-    assert [line.partition(":")[0] for line in said.splitlines() if line.startswith("phase ")][:4] == [
-        f"phase {number} of 4" for number in range(1, 5)
-    ]
+    names = [line.partition(":")[0] for line in said.splitlines() if line.startswith("phase ")]
+    assert list(dict.fromkeys(names))[:4] == [f"phase {number} of 4" for number in range(1, 5)]
     assert f"zeroresize report {folder}" in said and "χ = 8 on rank 1, mode exact" in said
 
 

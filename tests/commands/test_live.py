@@ -9,7 +9,7 @@ import pytest
 
 from zeroresize.commands import live
 from zeroresize.commands.__main__ import COMMANDS, main
-from zeroresize.commands.tables import CommandError
+from zeroresize.commands.errors import CommandError
 from zeroresize.status import RankStatus, Status
 
 SLOW = RankStatus(1, 0.48, 0.25, 0.67, 40, "products", 12.0)
@@ -74,7 +74,7 @@ def test_off_a_terminal_a_line_is_printed_for_each_new_status_until_the_job_ends
     path, coming = tmp_path / "status.jsonl", [at(20), at(30), at(30, state="ended")]
     write(path, at(10))
     monkeypatch.setattr(live.time, "sleep", lambda _: write(path, coming.pop(0)) if coming else None)
-    monkeypatch.setattr(live, "_LINE_EVERY_S", 0.0)
+    monkeypatch.setattr(live, "LINE_EVERY_S", 0.0)
     assert main(["live", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(";")[0] for line in lines] == ["step 10", "step 20", "step 30", "step 30"]

@@ -11,8 +11,8 @@ from datetime import timedelta
 import pytest
 
 from zeroresize.commands import ranks
+from zeroresize.commands.errors import CommandError
 from zeroresize.commands.ranks import Member, StartedRanks, member_of_job
-from zeroresize.commands.tables import CommandError
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS")
 

@@ -7,7 +7,7 @@ import torch
 
 import zeroresize as zr
 from zeroresize.control.plan_execution import LineageTable, PlanExecution
-from zeroresize.plan.group import Loan, RankPlan, Shares, WorkloadPlan
+from zeroresize.plan.group import Loan, RankPlan, WorkloadPlan, Workshares
 from zeroresize.policy.tensor.columns.selector import ColumnSelector
 
 PLAN = WorkloadPlan(
@@ -37,7 +37,7 @@ def test_a_rank_does_its_own_part_of_the_plan(layers):
     lender.install(PLAN)
     lender.begin_step()
     assert lender.ratio == 0.75 and lender.lent_to == {0: 0.25}
-    assert lender.planned == lender.shares_of_step == Shares(0.5, 0.25, 0.0)
+    assert lender.planned == lender.shares_of_step == Workshares(0.5, 0.25, 0.0)
     assert [(len(layer.plan.pruned), len(layer.plan.lent)) for layer in layers.values()] == [(32, 16)] * 2
     lineage = LineageTable(layers)
     for matrix in ("x", "w"):
@@ -50,7 +50,7 @@ def test_a_rank_does_its_own_part_of_the_plan(layers):
     receiver.install(PLAN)
     receiver.begin_step()
     assert receiver.ratio == 0.0 and receiver.lent_to == {}
-    assert receiver.planned == receiver.shares_of_step == Shares(borrowed=0.25)
+    assert receiver.planned == receiver.shares_of_step == Workshares(borrowed=0.25)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -58,7 +58,7 @@ def test_a_calibration_step_does_nothing_of_the_plan_that_is_told(layers, rank):
     _, in_force = rank_under(layers, rank)
     in_force.install(PLAN, WorkloadPlan((RankPlan(), RankPlan())))
     in_force.begin_step()
-    assert in_force.shares_of_step == Shares() and all(layer.plan is None for layer in layers.values())
+    assert in_force.shares_of_step == Workshares() and all(layer.plan is None for layer in layers.values())
     assert (in_force.planned.spared, in_force.planned.borrowed) == (PLAN.ranks[rank].spared, PLAN.ranks[rank].borrowed)
     assert set(in_force.layer_shares.values()) == {PLAN.ranks[rank].pruned}
     in_force.install(WorkloadPlan((RankPlan(), RankPlan())))

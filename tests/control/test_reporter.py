@@ -81,7 +81,7 @@ def test_one_straggler_is_told_with_what_moves_what_it_costs_and_what_it_brings(
     reporter.moved(40, move(4, **changes), decided(slow, busy_s), 0.31, 0.21)
     assert lines() == [
         "step 40: rank 3 is 2.1 times slower than the fastest for 40 s: 43 % of rank 3's neurons and 25 % of its heads "
-        "move to ranks 0, 1, 2: 38 MB, 0.4 s, then 0.21 s to compare products; a step took 310 ms, expected 205 ms"
+        "move to ranks 0, 1, 2: 38 MB, 400 ms, then 210 ms to compare products; a step took 310 ms, expected 205 ms"
     ]
 
 
@@ -90,7 +90,7 @@ def test_lines_of_other_moves(lines):
     home, half = move(2, after=(1.0, 1.0), neurons=(-200, 200)), move(2, neurons=(500, -500))
     slow, quick, to_rank_0 = plan(2, {1}, 0.2), plan(2), "50 % of rank 1's neurons move to rank 0"
     small = move(2, 812.0, 0.0021, neurons=(500, -500))
-    to_home = "units come home to rank 1: 38 MB, 0.4 s; a step took 101 ms"
+    to_home = "units come home to rank 1: 38 MB, 400 ms; a step took 101 ms"
     held = {"cause": "as in the checkpoint", "is_held": True}
     cases = [
         ((home, plan(2, (), 0.255), (0.1, 0.1)), {"step_s": 0.101}, f"no rank is slow any more: {to_home}"),
@@ -99,15 +99,15 @@ def test_lines_of_other_moves(lines):
             {"step_s": 0.101},
             f"even shares are faster now: {to_home}, expected 90 ms",
         ),
-        ((half, quick, ()), {"comparing_s": 1.9e-5}, f"{to_rank_0}: 38 MB, 0.4 s"),
-        ((half, slow, (0.1, 0.3)), {"step_s": 0.29, "cause": "by hand"}, f"by hand: {to_rank_0}: 38 MB, 0.4 s"),
+        ((half, quick, ()), {"comparing_s": 1.9e-5}, f"{to_rank_0}: 38 MB, 400 ms"),
+        ((half, slow, (0.1, 0.3)), {"step_s": 0.29, "cause": "by hand"}, f"by hand: {to_rank_0}: 38 MB, 400 ms"),
         (
             (half, quick, ()),
             held,
-            f"as in the checkpoint: {to_rank_0}: 38 MB, 0.4 s; these shares are held until move(None)",
+            f"as in the checkpoint: {to_rank_0}: 38 MB, 400 ms; these shares are held until move(None)",
         ),
         ((move(2, neurons=(0, 0)), slow, (0.1, 0.2)), {}, "shares change by less than a unit: nothing moves"),
-        ((small, plan(2, step_s=0.00042), ()), {}, f"{to_rank_0}: 0.812 kB, 0.0021 s; expected step 0.42 ms"),
+        ((small, plan(2, step_s=0.00042), ()), {}, f"{to_rank_0}: 812 B, 2.1 ms; expected step 420 µs"),
     ]
     for (moved, of_plan, busy_s), options, line in cases:
         Reporter(0.1, speaks=True).moved(5, moved, decided(of_plan, busy_s), **options)
@@ -152,7 +152,7 @@ def test_why_units_stay_is_the_decisions_own_verdict_and_said_at_each_doubling(l
     assert list(said) == [8, 16, 32, 64]
     assert said[8] == [
         "step 8: rank 1 is 1.9 times slower than the fastest, and units stay where they are: staying has not cost as "
-        "much as the change yet: it would save 0.001 of 0.2 s a step and take 1.4 s; staying has cost 0.016 of 2.8 s"
+        "much as the change yet: it would save 1 ms of 200 ms a step and take 1.4 s; staying has cost 16 ms of 2.8 s"
     ]
     ownership.refuse((1.0, 1.0))
     ownership.update({AWAY: 1e-3}, 0.2, 2)

@@ -156,7 +156,7 @@ def test_ranks_that_divide_differently_while_they_train_are_told(rank, group):
         if what == "epoch":
             trained[2]._source.set_epoch(3 + rank)
         else:
-            trained[2]._schedule.add(100, Division.of_counts((1.0, 2.0 + rank)))
+            trained[2]._timetable.add(100, Division.of_counts((1.0, 2.0 + rank)))
         with pytest.raises(RuntimeError, match="differ in how batches are divided"):
             samples_of(group, trained, dataset, loader, change_at=-1)
 
@@ -234,11 +234,11 @@ def samples_of(group, trained, dataset, loader, num_steps=100, change_at=1):
     for number, indices in enumerate(loader):
         if number == num_steps:
             break
-        seen += indices.tolist() if balancer._schedule.part.num_samples else []
+        seen += indices.tolist() if balancer._timetable.part.num_samples else []
         if number == change_at:
             ranks = dist.get_world_size(group)
             weights = tuple(float(1 + 6 * (rank == 0)) for rank in range(ranks))
-            balancer._schedule.add(balancer._schedule.num_steps + 6, Division.of_counts(weights))
+            balancer._timetable.add(balancer._timetable.num_steps + 6, Division.of_counts(weights))
         step(model, optimizer, balancer, (dataset.words[indices], dataset.targets[indices]))
     return [sample for samples in gathered(group, seen) for sample in samples]
 
@@ -444,7 +444,7 @@ def test_a_loader_that_does_not_keep_the_order_of_batches_is_refused(rank, group
     loader = DataLoader(range(50), batch_sampler=balancer.sampler(range(50)), num_workers=1, in_order=False)
     with pytest.raises(ValueError, match="in_order=False of the loader is not allowed"):
         next(balancer.steps(loader))
-    assert balancer._schedule.fetched == 0
+    assert balancer._timetable.fetched == 0
 
 
 @on_ranks(2)
@@ -452,7 +452,7 @@ def test_workers_of_a_stream_may_fetch_further_ahead_in_each_step(rank, group):
     dataset = Rows(80)
     model, optimizer, balancer = balanced(group)
     for number, indices in enumerate(loader_of("stream", balancer, 0)):
-        balancer._schedule._fetched[1] = 3 * number + 3  # which begins later, and is faster than the steps
+        balancer._timetable._fetched[1] = 3 * number + 3  # which begins later, and is faster than the steps
         step(model, optimizer, balancer, (dataset.words[indices], dataset.targets[indices]))
     assert number == 6
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import zeroresize as zr
 from zeroresize.data.sampler import BalancedBatchSampler
-from zeroresize.data.schedule import Schedule
+from zeroresize.data.timetable import Timetable
 from zeroresize.policy.data.division import Division
 
 FEATURES, WORDS, TOKENS = 8, 11, 5
@@ -59,7 +59,7 @@ def wrapped(model, kind, group):
 
 def global_batches(num_samples, global_batch, *, seed=0, epochs=1, drop_last=False):
     """The samples of each global batch, as one process has them."""
-    alone = Schedule(Division.of_counts((1.0,)), 0, global_batch)
+    alone = Timetable(Division.of_counts((1.0,)), 0, global_batch)
     sampler = BalancedBatchSampler(alone, num_samples, None, seed, True, drop_last)
     batches = []
     for epoch in range(epochs):
@@ -103,7 +103,7 @@ def trained_apart(group, kind, dataset, *, global_batch, epochs, num_micro_batch
     def draw():
         counts = draw_counts(chance, num_ranks, global_batch, num_micro_batches)
         limits = (float("inf"),) * num_ranks
-        balancer._schedule.add(num_steps, Division.of_counts(counts, limits, num_micro_batches))
+        balancer._timetable.add(num_steps, Division.of_counts(counts, limits, num_micro_batches))
 
     draw()
     for _ in range(epochs):

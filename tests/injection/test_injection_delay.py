@@ -5,13 +5,13 @@ import torch
 from helpers.virtual_training import FakeTime
 
 from zeroresize.injection import delay
-from zeroresize.injection.delay import CudaDevice, DeviceDelay, HostDelay
+from zeroresize.injection.delay import CpuDelay, CudaDevice, DeviceDelay
 
 
 def slept_by(chis, product_s, num_products=1, overshoot_s=0.0, lost_s=0.0, **options):
     """A host's clock, and its delay, after products with one χ after another; some lose their core meanwhile."""
     fake, worked = FakeTime(overshoot_s), FakeTime()
-    slow = HostDelay(clock=fake.clock, sleep=fake.sleep, work_clock=worked.clock if lost_s else None)
+    slow = CpuDelay(clock=fake.clock, sleep=fake.sleep, work_clock=worked.clock if lost_s else None)
     for chi in chis:
         slow.chi = chi
         for _ in range(num_products):

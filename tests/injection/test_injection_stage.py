@@ -8,7 +8,7 @@ from helpers.on_ranks import gathered, on_ranks
 from torch import nn
 
 from zeroresize.injection import StragglerInjector, delay, round_robin
-from zeroresize.injection.delay import HostDelay
+from zeroresize.injection.delay import CpuDelay
 from zeroresize.pipeline import LayerProfiler, Pipeline, measuring, move_layers
 
 MICRO = 2
@@ -55,8 +55,8 @@ def pipeline_of(group, work_for, loss=nn.functional.mse_loss):
 @on_ranks(2)
 def test_layers_of_a_slow_stage_take_chi_times_as_long_those_that_arrive_too(rank, group, *, monkeypatch):
     clock = Clock(monkeypatch)
-    host = partial(HostDelay, clock=lambda: clock.now, sleep=clock.passes)
-    monkeypatch.setattr(delay, "HostDelay", host)
+    host = partial(CpuDelay, clock=lambda: clock.now, sleep=clock.passes)
+    monkeypatch.setattr(delay, "CpuDelay", host)
 
     def loss(outputs, target):
         return nn.functional.mse_loss(_Working.apply(outputs, pipeline.layers[0]), target)

@@ -71,8 +71,8 @@ def test_one_line_of_one_rank_says_what_was_measured_and_what_for(run_ranks):
     assert of_other_rank == [[], []]
     for (line,), lends in zip(lines, (False, True), strict=True):
         assert re.match(
-            r"measured once, in \d+\.\d s, what it would cost to relieve a slow rank, to be weighed against waiting "
-            r"for it: without \d+ % of its columns this rank's products take \d+ % of their time",
+            r"measured once, in [\d.]+ m?s, what it would cost to relieve a slow rank: without \d+ % of its columns "
+            r"its products take \d+ % of their time",
             line,
         )
-        assert ("lending columns to other ranks takes " in line) == lends
+        assert ("lending takes " in line) == lends

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import zeroresize as zr
-from zeroresize.measure.clocks import HostClock
+from zeroresize.measure.clocks import CpuClock
 from zeroresize.measure.step_timer import StepTimer
 
 pytestmark = pytest.mark.slow
@@ -71,7 +71,7 @@ def test_a_broadcast_of_buffers_is_a_wait(run_ranks):
     """Rank 0 comes late to DDP's forward, in which its buffers go to the other replica."""
 
     def waited_s(rank, group):
-        timer = StepTimer(HostClock())
+        timer = StepTimer(CpuClock())
         model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), process_group=group)
         model(torch.randn(8, 4)).sum().backward()
         model(torch.randn(8, 4)).sum().backward()  # in the second forward DDP arranges its buckets anew

@@ -10,14 +10,14 @@ import torch.distributed as dist
 
 from zeroresize.config import BalanceConfig
 from zeroresize.measure import rank_monitor
-from zeroresize.measure.clocks import HostClock, clock_for
+from zeroresize.measure.clocks import CpuClock, clock_for
 from zeroresize.measure.step_timer import LayerTimer, StepTimer
-from zeroresize.plan.group import Shares
+from zeroresize.plan.group import Workshares
 
 
 def one_step(clock, timer, spared_share=0.5):
     """1 s of other work, a product of 2 s of which 1.5 s are multiplication, a wait of 4 s."""
-    timer.begin_step(Shares(spared_share))
+    timer.begin_step(Workshares(spared_share))
     clock.advance(1.0)
     timer.product_begins()
     clock.advance(0.5)
@@ -64,10 +64,14 @@ def test_what_lies_before_the_first_product_is_outside_but_for_its_waits(clock, 
     timer.product_begins()  # of the next forward
     timer.product_ends()
     timer.backward_ends()
-    clock.advance(100.0)  # the optimizer's step
+    clock.advance(60.0)  # the optimizer's step
+    timer.wait_begins()  # as for the norm of all gradients
+    clock.advance(3.0)
+    timer.wait_ends()
+    clock.advance(40.0)
     (times,) = timer.end_step()
-    assert (times.outside_s, times.wait_s, times.busy_s) == (4.0 + 7.0, 7.0, 4.0 + 22.0 + 7.0 + 100.0)
-    assert times.inside.busy_s == 122.0
+    assert (times.outside_s, times.wait_s, times.busy_s) == (4.0 + 7.0, 10.0, 4.0 + 22.0 + 7.0 + 100.0)
+    assert (times.inside.busy_s, times.update_s) == (122.0, 100.0)
 
 
 def test_step_that_the_device_has_not_passed_is_read_at_the_next_end(clock, timer):
@@ -88,7 +92,7 @@ def test_a_wait_belongs_to_the_plan_in_force_or_to_none(clock, timer, monkeypatc
         (1.0, 0.0, True), (2.0, 0.0, True), (3.0, 0.5, True), (4.0, 0.5, True), (5.0, 0.5, False)
     ):  # fmt: skip
         clock.passed = clock.now if seen and device_keeps_up else -1.0
-        measured.begin_step(Shares(spared_share), is_forced=False)
+        measured.begin_step(Workshares(spared_share), is_forced=False)
         clock.advance(1.0)
         timer.wait_begins()
         clock.advance(wait_s)
@@ -107,7 +111,7 @@ def test_waiting_for_a_late_rank_is_not_busy_time_whoever_calls_the_collective_o
     """
 
     def measure(rank, group):
-        x, timer, busy = torch.ones(4), StepTimer(HostClock()), {}
+        x, timer, busy = torch.ones(4), StepTimer(CpuClock()), {}
         collectives = {
             "async all_reduce": lambda: dist.all_reduce(x, group=group, async_op=True).wait(),
             "all_gather": lambda: dist.all_gather([torch.empty(4) for _ in range(2)], x, group=group),

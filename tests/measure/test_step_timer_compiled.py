@@ -5,7 +5,7 @@ from helpers.compiled import batch, compiled, feed_forwards
 
 from zeroresize.kernels.probe import ProductProbe
 from zeroresize.measure import waits
-from zeroresize.measure.clocks import HostClock
+from zeroresize.measure.clocks import CpuClock
 from zeroresize.measure.step_timer import LayerTimer, StepTimer
 
 
@@ -19,7 +19,7 @@ class Sleeps(ProductProbe):
         self._clock.now += self._seconds
 
 
-class SetClock(HostClock):
+class SetClock(CpuClock):
     """Shows what it is set to."""
 
     now = 0.0

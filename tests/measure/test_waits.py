@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zeroresize.measure import waits
-from zeroresize.measure.clocks import HostClock
+from zeroresize.measure.clocks import CpuClock
 from zeroresize.measure.model_steps import ModelSteps
 from zeroresize.measure.step_timer import StepTimer
 
@@ -16,7 +16,7 @@ from zeroresize.measure.step_timer import StepTimer
 def test_each_wait_is_that_of_its_group_or_for_its_peer(run_ranks):
     def run(rank, group):
         mesh, pair, x = dist.new_group([0, 1], group_desc="mesh_dp"), dist.new_group([0, 1]), torch.ones(4)
-        timer = StepTimer(HostClock())
+        timer = StepTimer(CpuClock())
 
         def places(call):
             timer.begin_step()
@@ -60,7 +60,7 @@ def test_what_the_reducer_waits_for_is_of_the_models_group(run_ranks):
 
 
 def test_listeners_come_and_go():
-    first, second = StepTimer(HostClock()), StepTimer(HostClock())
+    first, second = StepTimer(CpuClock()), StepTimer(CpuClock())
     heard = lambda: [reference() for reference in waits._listeners]  # noqa: E731
     assert heard()[-2:] == [first, second]
     first.close()
@@ -72,7 +72,7 @@ def test_listeners_come_and_go():
 
 def test_collectives_that_nobody_waits_for_are_forgotten(run_ranks, monkeypatch):
     def run(rank, group):
-        timer, x = StepTimer(HostClock()), torch.ones(1)
+        timer, x = StepTimer(CpuClock()), torch.ones(1)
         works = [dist.all_reduce(x, group=group, async_op=True) for _ in range(waits._MOST_STARTED + 10)]
         kept = len(waits._started)
         for work in works:

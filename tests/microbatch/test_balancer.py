@@ -8,7 +8,7 @@ from helpers.micro_batches import Undivided, layers_of, planner_of, samples_of, 
 from helpers.on_ranks import gathered, on_ranks
 from helpers.pausing import Wishes
 
-from zeroresize.measure.clocks import HostClock
+from zeroresize.measure.clocks import CpuClock
 from zeroresize.microbatch.balancer import MicroBatchBalancer
 from zeroresize.microbatch.planners import RunPlanners
 from zeroresize.microbatch.store import share_store
@@ -48,7 +48,7 @@ class Pace:
             self.taken_s += self.chi * float(prices.forward_s[0, 0] + prices.backward_s[0, 0])
 
 
-class Clock(HostClock):
+class Clock(CpuClock):
     def __init__(self, pace):
         self._pace = pace
 

@@ -108,17 +108,17 @@ def test_planners_stay_as_far_ahead_as_they_are_told_and_drop_what_is_over(start
 
 
 def test_hosts_share_the_iterations(start, keeper, folder):
-    num_hosts = 3
-    stores = [keeper.another(host=host, num_hosts=num_hosts) for host in range(num_hosts)]
+    num_nodes = 3
+    stores = [keeper.another(node=node, num_nodes=num_nodes) for node in range(num_nodes)]
     of_hosts = [start(RecordedPlan(folder), store, first=3, last=16, ahead=5) for store in stores]
     for iteration in range(3, 17):
         for planners in of_hosts:
             planners.advance(iteration)
         assert fetched(keeper.store, iteration) == text_of(iteration)
     wait_until(lambda: sum(len(planners.seconds) for planners in of_hosts) == 14)
-    for host, planners in enumerate(of_hosts):
+    for node, planners in enumerate(of_hosts):
         assert list(dict(planners.seconds)) == [
-            iteration for iteration in range(3, 17) if iteration % num_hosts == host
+            iteration for iteration in range(3, 17) if iteration % num_nodes == node
         ]
 
 
@@ -150,7 +150,7 @@ def test_a_planner_that_is_lost_is_replaced_and_the_others_go_on(start, store, f
     plan = RecordedPlan(folder, slow=(2,))
     planners = start(plan, num_workers=2, ahead=9, deadline_s=300.0 if how == signal.SIGKILL else 1.5)
     wait_until(lambda: plan.process_ids(2))
-    assert re.match(r"the planners of host 0 \(2\) plan .*iteration 2 for 0\.", planners.doing())
+    assert re.match(r"the planners of node 0 \(2\) plan .*iteration 2 for 0\.", planners.doing())
     (lost,) = plan.process_ids(2)
     os.kill(lost, how)
     if how == signal.SIGKILL:
@@ -159,7 +159,7 @@ def test_a_planner_that_is_lost_is_replaced_and_the_others_go_on(start, store, f
     assert all_fetched(planners, store, range(10)) == [text_of(iteration) for iteration in range(10)]
     assert len({lost, *plan.process_ids(2)}) == 2 and not is_alive(lost)
     (text,) = messages(caplog)
-    assert text.startswith(f"one of the planners of host 0 {why}")
+    assert text.startswith(f"one of the planners of node 0 {why}")
     wait_until(lambda: planners.doing().endswith("plan nothing"))
     idle = {process for iteration in range(3, 19) for process in plan.process_ids(iteration)} - {lost}
     for process in idle:
@@ -183,7 +183,7 @@ def test_a_slow_start_counts_neither_as_planning_nor_as_waiting(start, store, mo
 def test_an_iteration_that_costs_all_its_planners_is_an_error_and_the_others_come(start, store, folder, how, why):
     plan = RecordedPlan(folder, **{how: (2,)})
     start(plan, last=5, deadline_s=0.5)
-    text = f"iteration 2 cannot be planned: 3 of the planners of host 0 have failed, the last {why}"
+    text = f"iteration 2 cannot be planned: 3 of the planners of node 0 have failed, the last {why}"
     with pytest.raises(PlanningError, match=text):
         fetched(store, 2)
     assert len(plan.process_ids(2)) == 3
@@ -240,7 +240,7 @@ def test_planners_that_are_closed_end_at_once_and_who_waits_hears_of_it(start, k
     wait_until(lambda: plan.begun() == [0, 1])
     timer = threading.Timer(0.3, planners.close)
     timer.start()
-    with pytest.raises(PlanningError, match="iteration 0 cannot be planned: the planners of host 0 have ended"):
+    with pytest.raises(PlanningError, match="iteration 0 cannot be planned: the planners of node 0 have ended"):
         fetched(keeper.another(), 0)
     began = time.monotonic()
     timer.join()
@@ -291,7 +291,7 @@ def test_a_store_that_dies_is_named_and_planners_end(start, keeper, folder, capl
     with pytest.raises(StoreError, match="was asked to fetch the plan of iteration 7"):
         fetched(reader, 7)
     wait_until(lambda: not is_alive(plan.process_ids(0)[0]))
-    assert any("the planners of host 0 stop: the instruction store at" in text for text in messages(caplog))
+    assert any("the planners of node 0 stop: the instruction store at" in text for text in messages(caplog))
 
 
 def test_what_cannot_be_planned_is_refused_before_anything_starts(start, monkeypatch):

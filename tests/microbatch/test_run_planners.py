@@ -79,7 +79,7 @@ def other_text(iteration):
 
 def left_by_hand(keeper, group, **options):
     """What fetches plans that are left in a store by hand, for the first series, on this rank."""
-    store = keeper.another(is_first_of_host=False)
+    store = keeper.another(is_first_of_node=False)
     return RunPlanners(Planner(), store, group, CPU, **options)
 
 
@@ -116,7 +116,7 @@ def test_a_rank_that_cannot_get_its_plan_stops_all_ranks(run_ranks, keeper):
 
 @on_ranks(2)
 def test_ranks_with_different_plans_and_those_whose_plan_does_not_come_do_not_go_on(rank, group):
-    store = SharedStore(served_store(), "here", is_first_of_host=False)
+    store = SharedStore(served_store(), "here", is_first_of_node=False)
     store.put(1, 1, plan_value(plan_of(1).to_json() + " " * rank))
     planners = RunPlanners(Planner(), store, group, CPU, timeout_s=0.5)
     for (name, text), (late_name, late) in gathered(

@@ -75,7 +75,7 @@ def test_a_late_plan_is_waited_for_with_messages_that_say_why(keeper, caplog):
         fetched(store, 7, 0.6, warns=False)
     assert len(caplog.records) == 2
     assert re.fullmatch(
-        rf"the plan of iteration 6 has been waited for since 0\.\d s, at 127.0.0.1:{keeper.port}: planners plan "
+        rf"the plan of iteration 6 has been waited for since \d+ ms, at 127.0.0.1:{keeper.port}: planners plan "
         r"nothing\. Training goes on when it comes, or fails after 20 s",
         texts[0],
     )
@@ -107,7 +107,7 @@ def test_a_store_that_stands_still_is_an_error_and_not_a_hang():
 
 
 def test_nobody_but_this_host_reaches_a_store_on_loopback(keeper):
-    with pytest.raises(ConnectionRefusedError):  # another address of this host, as its network's would be
+    with pytest.raises(ConnectionRefusedError):  # another address of this node, as its network's would be
         socket.create_connection(("127.0.0.2", keeper.port), 1.0)
 
 
@@ -123,7 +123,7 @@ def test_ranks_share_a_store_that_rank_0_keeps_and_hosts_are_numbered(run_ranks,
         with pytest.raises(StoreError, match="it is closed here"):
             fetched(shared, 0)
         trusted = [text for record in caplog.records if "is trusted" in (text := record.getMessage())]
-        return shared.host, shared.num_hosts, shared.is_first_of_host, trusted
+        return shared.node, shared.num_nodes, shared.is_first_of_node, trusted
 
     caplog.set_level(logging.WARNING)
     (*first, trusted), *others = run_ranks(share, 3)

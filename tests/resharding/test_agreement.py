@@ -136,9 +136,9 @@ def test_memory_is_allocated_where_it_fits_and_ranks_on_one_device_share_what_is
     allocating(2 * half, 2 * half, other_place=1.0)  # on different devices
     allocating(0, 2 * half)  # who needs nothing lacks nothing
     for needed, other, said in (
-        (half, 2 * half, r"rank 0 lacks 0\.5 MB, of 0\.5 MB that it needs; rank 1 lacks"),
+        (half, 2 * half, "rank 0 lacks 524 kB, of 524 kB that it needs; rank 1 lacks"),
         (0, 4 * half, "rank 1 lacks"),
-        (4 * half, 0, r"rank 0 lacks 1\.0 MB, of 2\.1 MB that it needs"),
+        (4 * half, 0, r"rank 0 lacks 1\.05 MB, of 2\.1 MB that it needs"),
     ):
         with pytest.raises(NotEnoughMemoryError, match=said):
             allocating(needed, other)
@@ -167,7 +167,7 @@ def test_the_rank_that_lacks_memory_is_the_one_named_also_where_all_share_a_devi
         return str(caught.value)
 
     for text in run_ranks(allocate, 3):
-        expected = r"ranks \[1\] .* new tensors: .*can't allocate" if runs_out else r"rank 1 lacks 0\.6 MB, of 1\.0 MB"
+        expected = r"ranks \[1\] .* new tensors: .*can't allocate" if runs_out else r"rank 1 lacks 600 kB, of 1 MB"
         assert re.search(expected, text) and not re.search(r"rank 0|rank 2|ranks \[0|2\]", text), text
 
 

@@ -53,7 +53,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
     def run(*cells: str, arguments: Sequence[str] = ()) -> tuple[object, str]:
         grid.write_text("config: demo\nseeds: [0, 1]\ncells:\n" + "".join(f"  {cell}: {{}}\n" for cell in cells))
         printed = io.StringIO()
-        monkeypatch.setattr(study, "Console", lambda: Console(file=printed, width=200))
+        monkeypatch.setattr(study, "plain_console", lambda: Console(file=printed, width=200))
         monkeypatch.setattr(jobs, "train_command", train_command)
         monkeypatch.setattr(sys, "argv", ["study", str(grid), "--output", str(tmp_path / "runs"), *arguments])
         try:

@@ -32,7 +32,7 @@ time.sleep(60)
 @pytest.fixture
 def study(tmp_path: Path) -> Study:
     grid = tmp_path / "grid.yaml"
-    shared = "{training.epochs: 1, training.max_steps_per_epoch: 2, output.save_every: 0}"
+    shared = "{host: torch, training.epochs: 1, training.max_steps_per_epoch: 2, output.save_every: 0}"
     grid.write_text(f"config: demo\nshared: {shared}\ncells:\n  Rd: {{balance.mode: zero-rd}}\n")
     return read_study(grid, tmp_path / "runs")
 

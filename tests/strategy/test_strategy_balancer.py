@@ -13,7 +13,7 @@ from helpers.strategies import mean_loss
 from torch import nn
 
 from lm_examples.llama import token_loss
-from zeroresize.measure.clocks import HostClock
+from zeroresize.measure.clocks import CpuClock
 from zeroresize.plan.strategy import LengthRange, Strategy
 from zeroresize.policy.strategy.stragglers.candidates import StragglerCosts
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
@@ -29,7 +29,7 @@ OF_TWO = [LengthRange(6, Strategy(2)), LengthRange(16, Strategy(1, 2))]
 LIMITED = [replace(each, max_tokens=MAX_TOKENS) for each in RANGES]
 
 
-class Clock(HostClock):
+class Clock(CpuClock):
     """Moves only when this rank's blocks compute, χ times as far as usual."""
 
     def __init__(self, pace):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from vit_examples.harness.checkpoints import (
 from vit_examples.harness.folders import claimed, empty
 from vit_examples.harness.program import agreed
 from vit_examples.harness.run_folder import RunRecord, how_to_go_on
+from zeroresize.utils import progress
 from zeroresize.utils.files import read_json_lines
 
 
@@ -160,6 +162,19 @@ def test_a_record_keeps_lines_up_to_where_a_run_goes_on_and_ends_with_a_summary(
     assert capsys.readouterr().out == ""
 
 
+def test_in_a_log_a_record_tells_how_many_steps_are_done(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(progress, "_QUIET_S", 0.0)
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 1e-3)
+    lines: queue.Queue[str] = queue.Queue()
+    monkeypatch.setattr(RunRecord, "tell", lambda self, what: lines.put(what))
+    for shown in ("true", "false"):
+        with record_of(config_of(tmp_path, f"output.progress={shown}")) as record:
+            record.step()
+            while shown == "true" and not lines.get(timeout=60).startswith("steps: 3 of 5, "):
+                pass
+    assert "steps" not in "".join(list(lines.queue)[-1:])  # the title of the silent one
+
+
 def test_what_cannot_be_written_ends_no_training_but_the_summary_is_an_error(tmp_path: Path, caplog) -> None:
     record = record_of(config_of(tmp_path))
     with record, files_of_at_most(0):
@@ -199,7 +214,7 @@ def test_ctrl_c_says_in_one_line_how_to_go_on(pictures: Path, tmp_path: Path, la
 def test_a_mistake_is_one_line_of_each_rank_and_status_2(tmp_path: Path) -> None:
     command = [*ONE_NODE, "-m", "vit_examples.train", f"--output={tmp_path}", "--data=/nowhere/at/all"]
     ended = launched(*command)
-    lines = ended.stderr.splitlines()
+    lines = [line for line in ended.stderr.splitlines() if not line.startswith("set-up, ")]
     assert ended.returncode == 2 and lines and all(line.startswith("error (rank ") for line in lines), ended.stderr
 
 

@@ -7,10 +7,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rich.console import Console
 from rich.table import Table
 
-_LEAST_WIDTH = 150  # of the table
+from zeroresize.utils.console import plain_console
 
 
 @dataclass(frozen=True)
@@ -56,9 +55,8 @@ def show_needs(title: str, needs: Mapping[str, Sequence[Needs]], notes: Sequence
             is_last = end == len(of_ranks)
             table.add_row("" if first else name, ranks, need.what, f"{need.parameters:,}", *texts, end_section=is_last)
             first = end
-    console = Console()
-    console.width = max(console.width, _LEAST_WIDTH)
+    console = plain_console()
     if needs:
         console.print(table)
     for note in notes:
-        console.print(note, markup=False, highlight=False, soft_wrap=True)
+        console.print(note, markup=False, soft_wrap=True)

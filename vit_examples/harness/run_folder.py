@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich import progress
 from rich.table import Table
 from torch.distributed import ProcessGroup
 
@@ -22,7 +21,9 @@ from vit_examples.harness.checkpoints import checkpoint_folder, done_at, in_word
 from vit_examples.harness.config_reader import plain
 from vit_examples.harness.folders import claimed, writable
 from vit_examples.harness.program import TERMINATED, agreed, of_all_ranks
+from zeroresize.utils.console import plain_console
 from zeroresize.utils.files import BestEffort, EventBoard, JsonLines, without_nan, write_whole
+from zeroresize.utils.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -105,12 +106,14 @@ class RunRecord:
     ) -> None:
         self.title, self._config = title, plain(config)
         folder, self._is_shown = Path(config.output.folder), config.output.progress
-        self._summary, self._console = folder / "summary.json", Console()
-        self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-            console=self._console, disable=not (self._is_shown and self._console.is_terminal),
-        )  # fmt: skip
+        self._summary, self._console = folder / "summary.json", plain_console()
+        columns = (progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeRemainingColumn())
+        is_hidden = not (self._is_shown and self._console.is_terminal)
+        self._bar = progress.Progress("{task.description}", *columns, console=self._console, disable=is_hidden)
         self._task = self._bar.add_task(title, total=num_steps, completed=num_done)
+        is_logged = self._is_shown and not self._console.is_terminal
+        self._lines = Progress("steps", num_steps, tell=self.tell, is_shown=is_logged)
+        self._lines.num_done = num_done
         self._written = {name: BestEffort(str(folder / f"{name}.jsonl")) for name in files}
         with writable(folder):
             self._files = {name: JsonLines(folder / f"{name}.jsonl", until) for name, until in files.items()}
@@ -123,9 +126,11 @@ class RunRecord:
     def __enter__(self) -> Self:
         self._bar.start()
         self.tell(self.title)
+        self._lines.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._lines.__exit__()
         self._bar.stop()
         if self._board is not None:
             self._board.close()
@@ -136,6 +141,7 @@ class RunRecord:
     def step(self) -> None:
         """Advance the bar by an optimizer step."""
         self._bar.advance(self._task)
+        self._lines.advance()
 
     def write(self, name: str, values: Mapping[str, Any]) -> None:
         """Append a line to a file, with the ``step`` that it is of."""
@@ -151,7 +157,7 @@ class RunRecord:
     def tell(self, what: str | Table) -> None:
         """Show a line or a table."""
         if self._is_shown:
-            self._console.print(what, markup=False, highlight=False, soft_wrap=isinstance(what, str))
+            self._console.print(what, markup=False, soft_wrap=isinstance(what, str))
 
     def close(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary.json``, whole or not at all, with versions and configuration added.

@@ -45,6 +45,7 @@ from zeroresize.checks.recording import Numbers, Recorder, are_alike, are_all_al
 from zeroresize.resharding.data_parallel import unwrap
 from zeroresize.resharding.ranks import Ranks
 from zeroresize.resharding.segments.in_float64 import require_replaceable
+from zeroresize.utils.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -130,13 +131,13 @@ def check_parallel(
             whole = reference if isinstance(reference, nn.Module) else ranks.together(reference)
         coarsest = max((one.dtype for one in tensors), key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
         divided = None if counts is None else partial(find_other_gradients, counts=counts, counted=counted)
-        findings = _run(model, inner, batch, loss, whole, clip, ranks, coarsest, divided)
+        with Progress("check_parallel", tell=logger.info, is_shown=ranks.rank == 0):
+            findings = _run(model, inner, batch, loss, whole, clip, ranks, coarsest, divided)
     except ValueError as error:
         raise ValueError(f"check_parallel: {error}") from error
     if ranks.rank == 0:
         for each in findings:
-            where = ", ".join(filter(None, (each.parameter, each.layer, each.operation)))
-            logger.warning("check_parallel: %s (%s): %s. %s", each.cause, where, each.detail, each.remedy)
+            logger.warning("check_parallel: %s", each)
     return findings
 
 

@@ -68,6 +68,10 @@ class ParallelFinding:
     detail: str
     remedy: str
 
+    def __str__(self) -> str:
+        where = ", ".join(filter(None, (self.parameter, self.layer, self.operation)))
+        return f"{self.cause} ({where}): {self.detail}. {self.remedy}"
+
 
 def finding(
     cause: str, detail: str, *, parameter: str = "", layer: str | None = None, operation: str = ""

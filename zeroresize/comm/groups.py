@@ -4,7 +4,7 @@ Torch knows neither a :class:`CpuGroup`, for numbers, nor a :class:`WeightGroup`
 for what travels there. :func:`make_side_group` makes the groups that torch knows, of some of a group's ranks and by
 these alone: communicators cannot be made smaller, and a split of NCCL's (DynMo, section 3.4.2) is collective over all
 ranks of the job, of which an earlier one may have released some. The members of all of them meet over the job's store:
-whatever process hosts that must live on, torchrun's agent, or rank 0 where it was given an address.
+whatever process keeps that must live on, torchrun's agent, or rank 0 where it was given an address.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import explain
 from zeroresize.comm.rendezvous import STORE_IS_GONE, Rendezvous, warning_after_s
+from zeroresize.utils.texts import duration_text
 from zeroresize.utils.torch_state import is_out_of_memory, reason
 
 logger = logging.getLogger(__name__)
@@ -207,7 +208,7 @@ class Words:
         finally:
             self._waits.remove(wait)
         if wait.has_warned:
-            logger.info("all ranks have come after %.0f s: training goes on", time.monotonic() - wait.began)
+            logger.info("all ranks have come after %s: training goes on", duration_text(time.monotonic() - wait.began))
 
     def wait(self, work: dist.Work) -> None:
         """Wait for a collective, of gloo on the CPU: only its waits can be interrupted, and it goes on meanwhile."""

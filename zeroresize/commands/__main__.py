@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import zeroresize
-from zeroresize.commands.tables import CommandError
+from zeroresize.commands.errors import CommandError
 from zeroresize.utils.extras import MissingExtra
 
 #: What each command is for; its module has ``configure(parser)`` and ``run(options)``, which returns the exit status.
@@ -29,7 +29,7 @@ _EXAMPLES = """examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status: 2 for what was given wrongly, 130 after Ctrl-C."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    arguments = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="zeroresize", description=zeroresize.__doc__, epilog=_EXAMPLES, formatter_class=raw
@@ -39,12 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, purpose in COMMANDS.items():
         chosen.add_parser(name, help=purpose, add_help=False)
     name = parser.parse_known_args(arguments)[0].command
-    module = importlib.import_module(f"zeroresize.commands.{name}")
-    of_command = argparse.ArgumentParser(prog=f"zeroresize {name}", description=module.__doc__, formatter_class=raw)
-    module.configure(of_command)
-    options = of_command.parse_args(list(arguments)[list(arguments).index(name) + 1 :])
     try:
-        return int(module.run(options))
+        module = importlib.import_module(f"zeroresize.commands.{name}")
+        of_command = argparse.ArgumentParser(prog=f"zeroresize {name}", description=module.__doc__, formatter_class=raw)
+        module.configure(of_command)
+        return int(module.run(of_command.parse_args(list(arguments)[list(arguments).index(name) + 1 :])))
     except (CommandError, MissingExtra) as error:
         print(f"zeroresize {name}: {error}", file=sys.stderr)
         return 2

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from zeroresize.commands import live
+from zeroresize.commands.errors import CommandError, require_within
 from zeroresize.commands.ranks import StartedRanks
-from zeroresize.commands.tables import CommandError, console, table_of
+from zeroresize.commands.tables import console, table_of
 from zeroresize.utils.extras import need
+from zeroresize.utils.progress import LINE_EVERY_S
 from zeroresize.utils.texts import duration_text
 from zeroresize.utils.usual import middle_of
 
@@ -59,10 +61,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    for name, least, most in (("seconds", _LEAST_S, _MOST_S), ("chi", 1.0, _MOST_CHI)):
-        value = getattr(options, name)
-        if not least <= value <= most:
-            raise CommandError(f"--{name} {value:g} is not allowed: a number from {least:g} to {most:g} is needed")
+    require_within("--seconds", options.seconds, _LEAST_S, _MOST_S)
+    require_within("--chi", options.chi, 1.0, _MOST_CHI)
     screen, path, steps = console(), _new_file(options.folder), _Steps(options.chi)
     from zeroresize.commands.demo_training import train  # and so torch, once all else is right
 
@@ -121,14 +121,14 @@ class _Steps:
 def _show(ranks: StartedRanks, steps: _Steps, group: live.Group, screen: Any) -> None:
     group_of, text_of = need("rich.console", "cli").Group, need("rich.text", "cli").Text
     view = need("rich.live", "cli").Live(console=screen, auto_refresh=False, transient=True)
-    said = ""
+    said, told_at = "", 0.0
     with view if screen.is_terminal else nullcontext():
         while not ranks.have_ended:
             if screen.is_terminal:
                 group.look()
                 phase = text_of(steps.phase, style="bold")
                 view.update(group_of(phase, live.shown([group], screen.width)), refresh=True)
-            elif steps.phase != said:
-                said = steps.phase
+            elif steps.phase != said or time.monotonic() - told_at > LINE_EVERY_S:
+                said, told_at = steps.phase, time.monotonic()
                 print(said, flush=True)
             steps.updates += ranks.received(_LOOK_EVERY_S)

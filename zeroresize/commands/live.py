@@ -18,10 +18,11 @@ from zeroresize.commands.statuses import StatusReader, changes_of, files_of
 from zeroresize.commands.tables import console, table_of
 from zeroresize.status import HEADINGS, Status
 from zeroresize.utils.extras import need
+from zeroresize.utils.progress import LINE_EVERY_S
 from zeroresize.utils.texts import duration_text
 
-#: Seconds between two looks, and between two lines off a terminal.
-_LOOK_EVERY_S, _LINE_EVERY_S = 0.5, 15.0
+#: Seconds between two looks.
+_LOOK_EVERY_S = 0.5
 _SPARKS, _NUM_SPARKS, _NUM_DECISIONS = "▁▂▃▄▅▆▇█", 60, 4
 
 
@@ -45,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
             have_ended = all(group.has_ended for group in telling(groups))
             if screen.is_terminal:
                 live.update(shown(groups, screen.width), refresh=True)
-            elif have_ended or time.monotonic() - printed >= _LINE_EVERY_S:
+            elif have_ended or time.monotonic() - printed >= LINE_EVERY_S:
                 printed = time.monotonic()
                 _print_lines(groups, said)
             if have_ended:

@@ -19,9 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from zeroresize.commands.errors import CommandError, require_within, write
 from zeroresize.commands.ranks import LIMIT, Member, StartedRanks, member_of_job
-from zeroresize.commands.tables import CommandError, console, table_of
+from zeroresize.commands.tables import console, table_of
 from zeroresize.config import BalanceConfig
+from zeroresize.utils.progress import Progress
+from zeroresize.utils.texts import size_text
 from zeroresize.utils.usual import middle_of, usual_of_others
 
 _LEAST_S, _MOST_S = 1.0, 600.0
@@ -67,15 +70,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    if not _LEAST_S <= options.seconds <= _MOST_S:
-        limits = f"a number from {_LEAST_S:g} to {_MOST_S:g} is needed"
-        raise CommandError(f"--seconds {options.seconds:g} is not allowed: {limits}")
+    require_within("--seconds", options.seconds, _LEAST_S, _MOST_S)
     screen = console()
     member = member_of_job()
     tells = member is None or member.rank == 0
     if tells:
+        if options.json is not None:
+            write("--json", options.json, "")  # so that it is known before all is measured
         print(f"all ranks measure, for about {options.seconds:g} s", flush=True)
-    readings = _of_this_machine(options.seconds) if member is None else measure(member, options.seconds)
+    with Progress("measuring", is_shown=tells):
+        readings = _of_this_machine(options.seconds) if member is None else measure(member, options.seconds)
     slow = slow_ranks(readings)
     if tells:
         screen.print(_table(readings))
@@ -83,10 +87,7 @@ def run(options: argparse.Namespace) -> int:
         print("\n".join(lines) or "no rank is slower than the others by more than noise", flush=True)
         if options.json is not None:
             values = {"ranks": list(map(asdict, readings)), "slow": slow}
-            try:
-                options.json.write_text(json.dumps(values, indent=1) + "\n")
-            except OSError as error:
-                raise CommandError(f"--json {options.json}: cannot be written: {error.strerror}") from error
+            write("--json", options.json, json.dumps(values, indent=1) + "\n")
     if member is not None:
         member.part()
     return 1 if slow else 0
@@ -205,16 +206,11 @@ def _table(readings: Sequence[Reading]) -> Any:
             str(each.rank),
             each.node,
             each.device,
-            *(_rate(each.per_second[what], _UNITS[what]) if what in each.per_second else "" for what in shown),
+            *(size_text(each.per_second[what], _UNITS[what]) if what in each.per_second else "" for what in shown),
         )
         for each in readings
     ]
     return table_of(headings, rows, numbers=headings[3:])
-
-
-def _rate(value: float, unit: str) -> str:
-    power = max((at for at in range(5) if value >= 1000**at), default=0)
-    return f"{value / 1000**power:.3g} {('', 'k', 'M', 'G', 'T')[power]}{unit}"
 
 
 def _line(reading: Reading, times: Mapping[str, float]) -> str:

@@ -16,7 +16,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from zeroresize.commands.tables import CommandError
+from zeroresize.commands.errors import CommandError
 from zeroresize.utils.deadline import within
 from zeroresize.utils.texts import named_ranks
 

@@ -16,10 +16,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from zeroresize.commands import pictures
+from zeroresize.commands.errors import write
 from zeroresize.commands.statuses import changes_of, of_all_ranks, starts_of, statuses_of
-from zeroresize.commands.tables import CommandError, console, table_of
+from zeroresize.commands.tables import console, table_of
 from zeroresize.status import HEADINGS, RankStatus, Status
 from zeroresize.utils.extras import need
+from zeroresize.utils.progress import Progress
 from zeroresize.utils.texts import CAUSES, duration_text, percent_text
 
 _TEMPLATE = Path(__file__).with_name("report.html.j2")
@@ -31,12 +33,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    runs = runs_of(options.run)
-    page = page_of(runs)
-    try:
-        options.out.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"--out={options.out} cannot be written: {error.strerror}") from error
+    with Progress("reading runs and drawing pictures"):
+        runs = runs_of(options.run)
+        page = page_of(runs)
+    write("--out", options.out, page)
     if len(runs) > 1:
         headings, *rows = compared(runs)
         console().print(table_of(headings, rows, numbers=headings[1:]))
@@ -138,7 +138,7 @@ class Run:
                 for each in status.ranks:
                     if each.slow_since is not None:
                         seen.setdefault((place, each.slow_since, each.rank), []).append((status.step, each))
-        rows = []
+        rows: list[tuple[str, ...]] = []
         for (_, since, rank), times in sorted(seen.items()):
             slowness = statistics.median(1.0 / each.speed for _, each in times)
             to_step, last = times[-1]
@@ -161,8 +161,8 @@ def compared(runs: Sequence[Run]) -> list[list[str]]:
     """Return headings, and of each run how long its steps were, what was computed elsewhere, and its scores."""
     scores = sorted({name for run in runs for name in run.scores})
     steps_s = [run.middle_s for run in runs if not math.isnan(run.middle_s)] or [math.nan]
-    rows = [["run", "steps", "a step", "of the shortest", "faster than the longest", "least share"]]
-    rows[0] += ["dropped", "saved", *scores]
+    names = [name.replace("_", " ") for name in scores]
+    rows = [["run", "steps", "a step", "× best", "speed-up", "least share", "dropped", "saved", *names]]
     for run in runs:
         ratios = run.middle_s / min(steps_s), max(steps_s) / run.middle_s
         numbers = ("?" if math.isnan(each) else f"{each:.2f}" for each in (*ratios, run.least_share, run.dropped))

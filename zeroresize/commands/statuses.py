@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from zeroresize.commands.tables import CommandError
+from zeroresize.commands.errors import CommandError
 from zeroresize.status import Status
 
 #: Shares that differ by less are told as the same.

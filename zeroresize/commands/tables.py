@@ -1,4 +1,4 @@
-"""Where commands print, their tables, by rich, and what they say instead of a traceback."""
+"""Where commands print, and their tables, by rich."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from zeroresize.utils.extras import need
-
-
-class CommandError(Exception):
-    """Say in one line what was given wrongly, where, and what is allowed."""
 
 
 def console() -> Any:
@@ -22,8 +18,9 @@ def table_of(
 ) -> Any:
     """Return a table; columns of ``numbers`` end alike, and rows ``bold`` stand out."""
     table = need("rich.table", "cli").Table(box=None, pad_edge=False)
-    for heading in headings:
-        table.add_column(heading, justify="right" if heading in numbers else "left", overflow="fold")
+    for place, heading in enumerate(headings):
+        justify = "right" if heading in numbers else "left"
+        table.add_column(heading, justify=justify, overflow="fold", no_wrap=place == 0)  # no name is cut
     for place, row in enumerate(rows):
         table.add_row(*row, style="bold" if place in bold else "")
     return table

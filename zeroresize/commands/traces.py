@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zeroresize.commands.tables import CommandError
+from zeroresize.commands.errors import CommandError
 from zeroresize.policy.slowness.windows import WatchedStep
 from zeroresize.utils.texts import named_ranks
 

@@ -14,8 +14,9 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from zeroresize.commands.errors import CommandError
 from zeroresize.commands.statuses import files_of, of_all_ranks, statuses_of
-from zeroresize.commands.tables import CommandError, console, table_of
+from zeroresize.commands.tables import console, table_of
 from zeroresize.commands.traces import Job, is_trace, job_of
 from zeroresize.config import BalanceConfig
 from zeroresize.plan.ownership import SegmentWork
@@ -27,6 +28,7 @@ from zeroresize.policy.tensor.estimation.communication import CollectiveTimes
 from zeroresize.policy.tensor.estimation.times import LEAST_SECONDS, RankTimes
 from zeroresize.policy.tensor.what_if import WhatIf
 from zeroresize.status import Status
+from zeroresize.utils.progress import Progress
 from zeroresize.utils.texts import CAUSES, duration_text, named_ranks, percent_text
 from zeroresize.utils.usual import middle_of, usual_of_others
 
@@ -52,7 +54,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    for job in jobs_of(options.trace):
+    with Progress("reading traces"):
+        jobs = jobs_of(options.trace)
+    for job in jobs:
         show(job, console())
     return 0
 

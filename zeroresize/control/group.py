@@ -129,14 +129,12 @@ def _require_room(units: OwnedUnits, memory: GroupMemory, *, may_divide: bool) -
 
 def _log_what_stays(units: OwnedUnits, setup: Setup) -> None:
     """Log why units that were to move cannot: as a warning, once for all ranks, if the optimizer is the reason."""
-    if units.why_not_movable is None or setup.config.mode not in MOVING_MODES or not setup.config.moves:
+    if units.why_not_movable is None or not (units.segments and setup.config.may_move):
         return
     if units.why_not_divisible is None:
         logger.info("no units change hands between the ranks, neither neurons nor heads: %s", units.why_not_movable)
     elif setup.rank == 0:
-        logger.warning(
-            "no units change hands, so a slow rank's columns are lent to others instead: %s", units.why_not_movable
-        )
+        logger.warning("no units change hands, slow ranks lend columns instead: %s", units.why_not_movable)
 
 
 class DropoutKeys:

@@ -17,10 +17,11 @@ from zeroresize.control.setup import Layers, Setup
 from zeroresize.control.slowness_watch import SlownessWatch
 from zeroresize.control.start_checks import StartCheck
 from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.segments import moving_weights
 from zeroresize.measure.column_statistics import ColumnStatistic
 from zeroresize.measure.rank_monitor import RankMonitor
 from zeroresize.optim.optimizers import hook_steps, stepped_tensors
-from zeroresize.plan.group import Shares
+from zeroresize.plan.group import Workshares
 from zeroresize.policy.slowness.windows import WatchedStep
 from zeroresize.policy.tensor.estimation.times import RankTimes
 from zeroresize.policy.tensor.memory import HeldBytes
@@ -56,7 +57,7 @@ class Observer:
         self.statistic, self._memory, self._start_check, self._where = statistic, group.memory, start_check, group.where
         self.balancing_s = self.balancing_since_update_s = 0.0
         self._began = time.perf_counter()
-        self.monitor = RankMonitor(setup.layers, setup.config)
+        self.monitor = RankMonitor(setup.layers, setup.config, moving_weights(setup.layers, setup.model))
         attached.callback(self.monitor.close)
         self._optimizer_steps: OptimizerSteps | None = None
         self.slowness: SlownessWatch | None = None
@@ -97,7 +98,7 @@ class Observer:
                 steps.append(WatchedStep.of_times(step, products_s, 1.0, num_tokens * step.shares.owned, waits_s))
             self.slowness.end_step(steps)
 
-    def begin_step(self, num_steps: int, shares: Shares, *, is_forced: bool) -> None:
+    def begin_step(self, num_steps: int, shares: Workshares, *, is_forced: bool) -> None:
         """Begin the step that follows so many; it is measured under these shares."""
         if self.statistic is not None:
             self.statistic.begin_step(num_steps)

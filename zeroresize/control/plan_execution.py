@@ -13,7 +13,7 @@ from zeroresize.config import BalanceConfig
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segments import present_work_of_layers
 from zeroresize.migration.lender import Lender
-from zeroresize.plan.group import Relief, Shares, WorkloadPlan
+from zeroresize.plan.group import Relief, WorkloadPlan, Workshares
 from zeroresize.plan.layer import LayerPlan
 from zeroresize.policy.tensor.columns.selector import ColumnSelector
 from zeroresize.resharding.units.owned_units import OwnedUnits
@@ -49,14 +49,14 @@ class PlanExecution:
         self._selector, self._lender, self._exchange, self._units = selector, lender, exchange, units
         #: The plan that is decided, the one that is carried out, and the edition of the columns; None for another one.
         self._in_force: tuple[WorkloadPlan, WorkloadPlan, int] | None = None
-        self._written, self._written_shares = (Relief(), selector.edition), Shares()
+        self._written, self._written_shares = (Relief(), selector.edition), Workshares()
         self._pruned_shares: Mapping[str, float] = dict.fromkeys(layers, 0.0)
         self.pins: dict[int, float] = {}
-        self.planned, self.ratio = Shares(), 0.0
+        self.planned, self.ratio = Workshares(), 0.0
         self.layer_shares: Mapping[str, float] = self._pruned_shares
         self.lent_to: dict[int, float] = {}
-        self._next_shares = self.shares_of_step = Shares()
-        self.shares_of_last_step: Shares | None = None
+        self._next_shares = self.shares_of_step = Workshares()
+        self.shares_of_last_step: Workshares | None = None
 
     def install(self, decided: WorkloadPlan, calibration: WorkloadPlan | None = None) -> None:
         """Carry out ``decided``, or ``calibration`` if one comes before it, from the next iteration on.
@@ -134,7 +134,7 @@ class PlanExecution:
         """What every rank of the group must have alike, besides what is decided."""
         return self._selector.state.epoch, sorted(self.pins.items())
 
-    def _with_others(self, plan: WorkloadPlan) -> Shares:
+    def _with_others(self, plan: WorkloadPlan) -> Workshares:
         """What is written, with what this rank computes for others by ``plan``, and the units it owns."""
         borrowed, owned = plan.ranks[self._rank].borrowed, 1.0 if self._units is None else self._units.owned
         return replace(self._written_shares, borrowed=borrowed, owned=owned)
@@ -169,7 +169,7 @@ class PlanExecution:
         plans = {name: layer.plan for name, layer in self._layers.items()}
         self._pruned_shares = {name: plan.pruned_share if plan else 0.0 for name, plan in plans.items()}
         lent_shares = {name: plan.lent_share if plan else 0.0 for name, plan in plans.items()}
-        self._written_shares = Shares(self._share_of_work(self._pruned_shares), self._share_of_work(lent_shares))
+        self._written_shares = Workshares(self._share_of_work(self._pruned_shares), self._share_of_work(lent_shares))
 
     def _share_of_work(self, shares: Mapping[str, float]) -> float:
         work = present_work_of_layers(self._layers)

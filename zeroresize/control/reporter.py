@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from zeroresize.control.group_decision import GroupDecision
 from zeroresize.plan.group import WorkloadPlan
 from zeroresize.resharding.units.owned_units import Move, OwnedUnits
-from zeroresize.utils.texts import named_ranks, seconds_text
+from zeroresize.utils.texts import duration_text, named_ranks, size_text
 
 logger = logging.getLogger(__name__)
 
@@ -102,15 +102,15 @@ class Reporter:
         if not any(map(any, move.changes.values())):
             self.info(num_steps, "shares change by less than a unit: nothing moves")
             return
-        took = f"{_size(move.total_bytes)}, {seconds_text(move.seconds)}"
+        took = f"{size_text(move.total_bytes)}, {duration_text(move.seconds)}"
         if comparing_s >= _LEAST_COMPARING_S:
-            took += f", then {seconds_text(comparing_s)} to compare products"
+            took += f", then {duration_text(comparing_s)} to compare products"
         if cause is None:
             cause = self._why(move, decision)
-            took += "" if math.isnan(step_s) else f"; a step took {_milliseconds(step_s)}"
+            took += "" if math.isnan(step_s) else f"; a step took {duration_text(step_s)}"
             if not (math.isnan(expected_s) or expected_s > step_s):  # what rests on older times is no promise
                 took += "; expected step " if math.isnan(step_s) else ", expected "
-                took += _milliseconds(expected_s)
+                took += duration_text(expected_s)
         held = "; these shares are held until move(None)" if is_held else ""
         self.info(num_steps, f"{cause}{': ' if cause else ''}{_what(move)}: {took}{held}")
 
@@ -125,10 +125,10 @@ class Reporter:
         change = "as long as before"
         if abs(saved) >= _NOTICEABLE:
             change = f"{100.0 * abs(saved):.0f} % {'shorter' if saved > 0.0 else 'longer'}"
-        expected = f", {_milliseconds(expected_s)} were expected" if expected_s <= before_s else ""
+        expected = f", {duration_text(expected_s)} were expected" if expected_s <= before_s else ""
         self.info(
             num_steps,
-            f"since units moved at step {moved_at} a step takes {_milliseconds(step_s)}, {_milliseconds(before_s)} "
+            f"since units moved at step {moved_at} a step takes {duration_text(step_s)}, {duration_text(before_s)} "
             f"before{expected}: steps are {change}",
         )
 
@@ -141,7 +141,7 @@ class Reporter:
         if not slow or len(busy_s) != len(ranks):
             return ""
         since = self._slow_since.get(slow[0])
-        duration = "" if since is None or len(slow) > 1 else f" for {seconds_text(self._clock() - since)}"
+        duration = "" if since is None or len(slow) > 1 else f" for {duration_text(self._clock() - since)}"
         return _slowness(slow, busy_s) + duration
 
     def _tell_why_units_stay(self, num_steps: int, decision: GroupDecision) -> None:
@@ -180,7 +180,7 @@ class Reporter:
         late = {rank: seconds - least_s for rank, seconds in enumerate(outside_s) if seconds > most_s}
         self._num_late = self._num_late + 1 if late else 0
         if self._num_late >= _LATE_UPDATES:
-            named = ", ".join(f"rank {rank} by {1e3 * seconds:.0f} ms" for rank, seconds in late.items())
+            named = ", ".join(f"rank {rank} by {duration_text(seconds)}" for rank, seconds in late.items())
             self.warn(
                 num_steps,
                 f"ranks come late to the model in every step: {named}. All others wait for them, and nothing of that "
@@ -232,17 +232,3 @@ def _what(move: Move) -> str:
 
 def _changing(move: Move, how: Callable[[float], bool]) -> list[int]:
     return [rank for rank in range(len(move.after)) if any(how(change[rank]) for change in move.changes.values())]
-
-
-def _size(num_bytes: float) -> str:
-    unit, size = next(((unit, size) for unit, size in (("GB", 1e9), ("MB", 1e6)) if num_bytes >= size), ("kB", 1e3))
-    return f"{_digits(num_bytes / size)} {unit}"
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{_digits(1e3 * seconds)} ms"
-
-
-def _digits(value: float) -> str:
-    """Three digits that count, without an exponent."""
-    return f"{value:.0f}" if value >= 99.5 else f"{value:.3g}"

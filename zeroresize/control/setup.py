@@ -151,16 +151,9 @@ def warn_of_layers_that_stay(setup: Setup) -> None:
         if layer.segment is None or layer.segment.stays_even is not None
     }
     if staying and setup.config.may_move and setup.rank == 0:
-        names = list(staying)
-        logger.warning(
-            "neurons or heads of %d of %d layers cannot move to other ranks, so a slow rank keeps them: %s. For %s the "
-            "reason is: %s (level DEBUG tells of all)",
-            len(staying),
-            len(layers),
-            first_of(names),
-            names[0],
-            staying[names[0]],
-        )
+        (name, reason), num = next(iter(staying.items())), len(staying)
+        logger.warning("units of %d of %d layers stay on a slow rank; the first is %s", num, len(layers), name)
+        logger.warning("%s stays even: %s", name, reason)
 
 
 def _check_weights(layers: Layers, config: BalanceConfig) -> None:

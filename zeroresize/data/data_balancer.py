@@ -26,8 +26,8 @@ from zeroresize.comm.words import Call
 from zeroresize.data.loss_scale import LossScale
 from zeroresize.data.measuring import RankSteps
 from zeroresize.data.sampler import BalancedBatchSampler, BalancedStream, Epochs
-from zeroresize.data.schedule import Schedule
 from zeroresize.data.start_checks import require_averaged, require_numbers, require_samples
+from zeroresize.data.timetable import Timetable
 from zeroresize.optim.optimizers import hook_steps
 from zeroresize.policy.data.decision import DataDecision, DataState, RankWindow
 from zeroresize.policy.data.division import Division
@@ -165,7 +165,7 @@ class DataBalancer(Pausable):
         require_numbers(limits, global_batch, counts, num_micro_batches, micro_batch_size)
         even = Division.of_counts(counts or (1.0,) * num_ranks, limits, num_micro_batches)
         self._decision = DataDecision(even, global_batch)
-        self._schedule = Schedule(even, rank, global_batch, num_micro_batches, micro_batch_size)
+        self._timetable = Timetable(even, rank, global_batch, num_micro_batches, micro_batch_size)
         self._source: Epochs | None = None
         self._resumed: _Position | None = None
         self._scale: LossScale | None = None
@@ -186,8 +186,8 @@ class DataBalancer(Pausable):
 
         def parts() -> tuple[LossScale, RankSteps | None]:
             if self._exchange is not None and self._group is not None:
-                require_averaged(model, self._group, self._schedule.micro_batch_size, self._counts)
-            scale, steps = LossScale(model, self._schedule, self._group, self._meet), None
+                require_averaged(model, self._group, self._timetable.micro_batch_size, self._counts)
+            scale, steps = LossScale(model, self._timetable, self._group, self._meet), None
             made.callback(scale.close)
             if self._may_lack_samples:
                 require_samples(scale.norms)
@@ -233,8 +233,8 @@ class DataBalancer(Pausable):
                 f"lengths {known.shape}, at least {known.min(initial=math.inf)}, are not allowed: {num_samples} finite "
                 "numbers above 0 are needed, one a sample"
             )
-        source = BalancedBatchSampler(self._schedule, num_samples, known, seed, shuffle, drop_last)
-        return self._divided(source, not drop_last and num_samples % self._schedule.global_batch > 0)
+        source = BalancedBatchSampler(self._timetable, num_samples, known, seed, shuffle, drop_last)
+        return self._divided(source, not drop_last and num_samples % self._timetable.global_batch > 0)
 
     def stream(self, samples: Iterable[Any], *, drop_last: bool = False, prefetch_factor: int = 2) -> BalancedStream:
         """Return a stream of this rank's batches, each a list of samples, of one that is the same on all ranks::
@@ -251,7 +251,7 @@ class DataBalancer(Pausable):
         Raises:
             ValueError: for a second stream, or one beside a data set.
         """
-        return self._divided(BalancedStream(self._schedule, samples, drop_last, prefetch_factor), not drop_last)
+        return self._divided(BalancedStream(self._timetable, samples, drop_last, prefetch_factor), not drop_last)
 
     def steps(self, loader: Iterable[_MicroBatch]) -> Iterator[list[_MicroBatch]]:
         """Yield for each step of training the list of this rank's micro-batches, as a loader yields them.
@@ -265,7 +265,7 @@ class DataBalancer(Pausable):
             raise ValueError("in_order=False of the loader is not allowed: batches are trained on as they were divided")
         batches = iter(loader)
         for first in batches:
-            others = [next(batches) for _ in range(self._schedule.fetched_part.num_micro_batches - 1)]
+            others = [next(batches) for _ in range(self._timetable.fetched_part.num_micro_batches - 1)]
             yield [first, *others]
 
     def loss_scale(self, counted: float | Tensor | None = None) -> Tensor:
@@ -298,31 +298,31 @@ class DataBalancer(Pausable):
             RuntimeError: without :meth:`loss_scale` in this step, and if a rank does not come.
         """
         self._attached.end_step()
-        part, division = self._schedule.end_step()
+        part, division = self._timetable.end_step()
         if self._source is not None:
             self._source.step_ended(part)
         self._require_undivided()
         if self._steps is None or self._exchange is None:
             return
         self._steps.end_step(part, division)
-        num_steps = self._schedule.num_steps
+        num_steps = self._timetable.num_steps
         self._exchange.where.call, self._exchange.where.num_steps = Call.STEP, num_steps
         table = self._exchange.collect()
         if table is not None:
             self._take(table)
-            if self._on_status is not None and self._schedule.rank == 0:
+            if self._on_status is not None and self._timetable.rank == 0:
                 self._on_status(self.status())
         if num_steps % self._update_every == 0:
-            row = self._steps.window(num_steps, self._schedule.now.squares)
+            row = self._steps.window(num_steps, self._timetable.now.squares)
             further = row.fixed_s, row.excess_s, row.squares, row.most
-            mark = fingerprint(f"{self._schedule.newest} {self._source.position[0] if self._source else 0}")
-            lag = float(self._schedule.fetched), float(self._schedule.ahead)
+            mark = fingerprint(f"{self._timetable.newest} {self._source.position[0] if self._source else 0}")
+            lag = float(self._timetable.fetched), float(self._timetable.ahead)
             self._exchange.post([*row.window.as_numbers(), *further, mark, *lag, self.restraint.wish()])
 
     @property
     def counts(self) -> tuple[int, ...]:
         """[R] samples that each rank has in this step, of a whole global batch of equal ones."""
-        return self._schedule.now.counts(self._schedule.global_batch)
+        return self._timetable.now.counts(self._timetable.global_batch)
 
     def what_if(self) -> tuple[DataOption, ...]:
         """Return what divisions would bring, the present one first; empty before speeds are known."""
@@ -330,7 +330,7 @@ class DataBalancer(Pausable):
         now_s = self._decision.step_s(in_force)
         if math.isnan(now_s):
             return ()
-        size = self._schedule.global_batch
+        size = self._timetable.global_batch
         known = [
             DataOption(name, each.counts(size), step_s, saved_s / now_s)
             for name, (each, step_s, saved_s) in options.items()
@@ -343,13 +343,13 @@ class DataBalancer(Pausable):
         Printed it is a table, also in a notebook. Shares are those of equal samples. Of what was saved three fifths
         count, as some seconds may be fixed of which nobody knows.
         """
-        state, size = self._decision.state, self._schedule.global_batch
+        state, size = self._decision.state, self._timetable.global_batch
         counts, speeds = self.counts, [1.0 / pace_s for pace_s in self._decision.pace_s]
         even_s = self._decision.even_s
         return Status(
             kind="samples",
             state=self.restraint.state,
-            step=self._schedule.num_steps,
+            step=self._timetable.num_steps,
             time=time.time(),
             step_s=self._step_s,
             expected_step_s=self._decision.step_s(state.in_force),
@@ -370,7 +370,7 @@ class DataBalancer(Pausable):
         What loaders have fetched and was not trained on does not count.
         """
         (epoch, step), data = ((0, 0), {}) if self._source is None else (self._source.position, self._source.data)
-        return saved(_Position(self._schedule.num_steps, epoch, step, data, self._decision.state))
+        return saved(_Position(self._timetable.num_steps, epoch, step, data, self._decision.state))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`, on every rank alike, before a loader begins, and on any number of ranks.
@@ -416,14 +416,14 @@ class DataBalancer(Pausable):
         ]
         if differing:
             raise ValueError(f"the state is of other batches ({'; '.join(differing)}), so samples would be lost")
-        self._schedule.go_on_from(position.num_steps)
+        self._timetable.go_on_from(position.num_steps)
         source.go_on_from(position.epoch, position.step_of_epoch)
         if self._exchange is not None:
             self._exchange.collect()  # of steps before
-        if self._counts is None and len(position.decision.meters) == self._schedule.num_ranks:
-            self._schedule.add(position.num_steps, self._decision.go_on_from(position.decision))
+        if self._counts is None and len(position.decision.meters) == self._timetable.num_ranks:
+            self._timetable.add(position.num_steps, self._decision.go_on_from(position.decision))
         else:
-            self._schedule.add(position.num_steps, self._decision.state.in_force)
+            self._timetable.add(position.num_steps, self._decision.state.in_force)
 
     def _require_one_source(self) -> None:
         """Check once, before the first backward, that ranks divide the same samples; collective."""
@@ -443,7 +443,7 @@ class DataBalancer(Pausable):
         ahead = self._ahead
         if len(ahead) > _FAST_STEPS or isinstance(self._source, BalancedStream):  # whose workers begin one by one
             return
-        ahead.append(self._schedule.fetched - self._schedule.num_steps)
+        ahead.append(self._timetable.fetched - self._timetable.num_steps)
         if len(ahead) <= _FAST_STEPS:
             return
         rises = all(map(operator.lt, ahead, ahead[1:]))
@@ -456,21 +456,21 @@ class DataBalancer(Pausable):
 
     def _take(self, table: Sequence[Sequence[float]]) -> None:
         """Decide by what every rank has sent a step ago, alike on all of them."""
-        num_steps, size, now = self._schedule.num_steps, len(fields(StepWindow)), self._schedule.newest
+        num_steps, size, now = self._timetable.num_steps, len(fields(StepWindow)), self._timetable.newest
         rows = [RankWindow(StepWindow.of_numbers(row[:size]), *row[size:-4]) for row in table]
         self._step_s = max(row.window.step_s for row in rows)
         marks, fetched, ahead, wishes = zip(*(row[-4:] for row in table), strict=True)
         require_same(marks, "how batches are divided, or in the epoch (set_epoch)", self._meet)
-        self.restraint.agree(wishes, num_steps, tells=self._schedule.rank == 0)
+        self.restraint.agree(wishes, num_steps, tells=self._timetable.rank == 0)
         from_step = int(max(fetched) + max(ahead)) + _MARGIN
-        may_change = self.restraint.state != "off" and now is self._schedule.now  # the last change holds
+        may_change = self.restraint.state != "off" and now is self._timetable.now  # the last change holds
         proposal = self._decision.update(rows, from_step - num_steps, may_change=may_change)
         in_force = self._decision.state.in_force
         if proposal is None:
-            if now is self._schedule.now and not math.isclose(in_force.squares, now.squares, rel_tol=_ALIKE_SQUARES):
+            if now is self._timetable.now and not math.isclose(in_force.squares, now.squares, rel_tol=_ALIKE_SQUARES):
                 self._put_in_force(in_force, from_step)
             return
-        before, after = (each.counts(self._schedule.global_batch) for each in (now, proposal.division))
+        before, after = (each.counts(self._timetable.global_batch) for each in (now, proposal.division))
         is_made = self.restraint.state == "on"
         if is_made:
             self._put_in_force(proposal.division, from_step)
@@ -494,7 +494,7 @@ class DataBalancer(Pausable):
             is_made=is_made,
             reason=str(proposal.verdict),
         )
-        if self._schedule.rank == 0:
+        if self._timetable.rank == 0:
             text = "step %d: samples of ranks %s, %s for %s: %s%s"
             only = "" if is_made else "; only advice"
             logger.info(text, num_steps, list(after), record.what, list(before), record.reason, only)
@@ -502,9 +502,9 @@ class DataBalancer(Pausable):
             self._on_change(record)
 
     def _put_in_force(self, division: Division, from_step: int) -> None:
-        if self._schedule.fetched > from_step:
+        if self._timetable.fetched > from_step:
             raise RuntimeError(
-                f"a loader has fetched {self._schedule.fetched} steps, more than its workers fetched ahead before, "
+                f"a loader has fetched {self._timetable.fetched} steps, more than its workers fetched ahead before, "
                 f"while ranks agreed to divide otherwise from step {from_step} on: give a new loader no more of them"
             )
-        self._schedule.add(from_step, division)
+        self._timetable.add(from_step, division)

@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import all_reduce, message_device
 from zeroresize.comm.exchange import Meet
-from zeroresize.data.schedule import Schedule
 from zeroresize.data.start_checks import batch_norms_of, require_no_batch_norm
+from zeroresize.data.timetable import Timetable
 from zeroresize.resharding.agreement import agreed
 from zeroresize.utils.torch_state import remove_all, tensors_in
 
@@ -32,8 +32,8 @@ class LossScale:
         meet: by which the host does.
     """
 
-    def __init__(self, model: nn.Module, schedule: Schedule, group: ProcessGroup | None, meet: Meet) -> None:
-        self._schedule, self._group, self._meet = schedule, group, meet
+    def __init__(self, model: nn.Module, timetable: Timetable, group: ProcessGroup | None, meet: Meet) -> None:
+        self._timetable, self._group, self._meet = timetable, group, meet
         self._device = next((each.device for each in model.parameters()), torch.device("cpu"))
         where = self._device if group is None else message_device(group, self._device)
         self._sums_on_host = where.type == "cpu"
@@ -50,7 +50,7 @@ class LossScale:
         """Return the scale of this step, as :meth:`~zeroresize.data.data_balancer.DataBalancer.loss_scale` does."""
         if self._is_given:
             raise RuntimeError(
-                f"loss_scale() was called twice in step {self._schedule.num_steps}: it is called once for all "
+                f"loss_scale() was called twice in step {self._timetable.num_steps}: it is called once for all "
                 "micro-batches of a step (num_micro_batches, steps()), and step() after each step of the optimizer"
             )
         if not all(isinstance(norm, nn.SyncBatchNorm) for norm in self.norms.values()):  # ranks may set them unlike
@@ -58,7 +58,7 @@ class LossScale:
         count = partial(self._counted_here, counted)
         total: float | Tensor
         if counted is None:
-            mine, total = count(), self._schedule.fetched_part.total
+            mine, total = count(), self._timetable.fetched_part.total
         elif self._sums_on_host:
             mine, table = agreed(self._meet, count, lambda number: (float(number),), what="the scale of a loss")
             total = math.fsum(number for number, *_ in table)
@@ -69,7 +69,7 @@ class LossScale:
                 all_reduce(total, self._group)
         self._is_given, self._drops = True, mine == 0.0
         least = torch.finfo(torch.float64).tiny
-        return self._schedule.num_ranks * self._tensor(mine) / self._tensor(total).clamp(min=least)
+        return self._timetable.num_ranks * self._tensor(mine) / self._tensor(total).clamp(min=least)
 
     def require(self) -> None:
         """Raise RuntimeError where the loss of this step has no scale."""
@@ -91,7 +91,7 @@ class LossScale:
 
     def _counted_here(self, counted: float | Tensor | None) -> float | Tensor:
         """Over how much this rank's mean is taken; a tensor where only a GPU knows it."""
-        samples = self._schedule.fetched_part.num_samples
+        samples = self._timetable.fetched_part.num_samples
         known = samples if counted is None or not samples else counted
         if isinstance(known, Tensor) and known.numel() != 1:
             shape = tuple(known.shape)
@@ -106,7 +106,7 @@ class LossScale:
         return torch.as_tensor(number, dtype=torch.float64, device=self._device)
 
     def _forward_begins(self, module: nn.Module, _: Any) -> None:
-        part = self._schedule.part if module.training and _is_heard() else None
+        part = self._timetable.part if module.training and _is_heard() else None
         buffers = module.buffers() if part is not None and not part.num_samples else ()
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers]
 

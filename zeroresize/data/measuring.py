@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from zeroresize.data.schedule import Part
+from zeroresize.data.timetable import Part
 from zeroresize.measure.clocks import clock_for
 from zeroresize.measure.model_steps import ModelSteps
 from zeroresize.optim.optimizers import hook_steps
@@ -76,7 +76,7 @@ class RankSteps:
 
     @property
     def _most(self) -> float:
-        """How many samples this rank's memory holds, by what the most so far have taken; infinite on the host."""
+        """How many samples this rank's memory holds, by what the most so far have taken; infinite on the CPU."""
         if self._device.type != "cuda" or not self._most_samples:
             return math.inf
         free, _ = torch.cuda.mem_get_info(self._device)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
-from zeroresize.data.schedule import Part, Schedule
+from zeroresize.data.timetable import Part, Timetable
 from zeroresize.policy.data.division import Floats
 from zeroresize.utils.hashing import digest
 
@@ -26,8 +26,8 @@ class Epochs:
         mark: of what else must be the same on all ranks.
     """
 
-    def __init__(self, schedule: Schedule, data: dict[str, str], mark: bytes) -> None:
-        self._schedule, self.data, self.mark = schedule, {**data, "global_batch": str(schedule.global_batch)}, mark
+    def __init__(self, timetable: Timetable, data: dict[str, str], mark: bytes) -> None:
+        self._timetable, self.data, self.mark = timetable, {**data, "global_batch": str(timetable.global_batch)}, mark
         self._epoch, self._over, self._goes_on = 0, 0, False  # the latter: within an epoch, of a state that was loaded
         self._begin = 0  # number of the next step: workers have it of when they were started
 
@@ -40,11 +40,11 @@ class Epochs:
         """Let the next iteration be the rest of an epoch, behind so many of its steps."""
         self._goes_on = False
         self.set_epoch(epoch)
-        self._over, self._goes_on, self._begin = step, step > 0, self._schedule.num_steps
+        self._over, self._goes_on, self._begin = step, step > 0, self._timetable.num_steps
 
     def step_ended(self, part: Part) -> None:
         """Let the next iteration begin behind the steps that are over."""
-        self._over, self._goes_on, self._begin = part.over, False, self._schedule.num_steps
+        self._over, self._goes_on, self._begin = part.over, False, self._timetable.num_steps
 
     @property
     def position(self) -> tuple[int, int]:
@@ -65,21 +65,21 @@ class BalancedBatchSampler(Epochs, Sampler[list[int]]):
     """
 
     def __init__(
-        self, schedule: Schedule, num_samples: int, lengths: Floats | None, seed: int, shuffle: bool, drop_last: bool
+        self, timetable: Timetable, num_samples: int, lengths: Floats | None, seed: int, shuffle: bool, drop_last: bool
     ) -> None:
         data = {"samples": str(num_samples), "seed": str(seed), "shuffle": str(shuffle)}
-        super().__init__(schedule, data, digest(str(drop_last), b"" if lengths is None else lengths.tobytes()))
+        super().__init__(timetable, data, digest(str(drop_last), b"" if lengths is None else lengths.tobytes()))
         self._num_samples, self._lengths, self._seed, self._shuffle = num_samples, lengths, seed, shuffle
-        whole, rest = divmod(num_samples, schedule.global_batch)
+        whole, rest = divmod(num_samples, timetable.global_batch)
         #: How many global batches an epoch has.
         self.num_steps = whole + (rest > 0 and not drop_last)
         self.repeats = False
 
     def __len__(self) -> int:
-        if self._schedule.micro_batch_size is not None:
+        if self._timetable.micro_batch_size is not None:
             raise TypeError("with micro_batch_size nobody knows how many micro-batches an epoch will have")
-        last = self._num_samples - (self.num_steps - 1) * self._schedule.global_batch
-        most = self._schedule.num_micro_batches
+        last = self._num_samples - (self.num_steps - 1) * self._timetable.global_batch
+        most = self._timetable.num_micro_batches
         return (self.num_steps - 1) * most + min(most, last) if self.num_steps else 0
 
     def go_on_from(self, epoch: int, step: int) -> None:
@@ -94,7 +94,7 @@ class BalancedBatchSampler(Epochs, Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         if not self._goes_on and self._over:
             self._epoch, self._over = self._epoch + 1, 0
-        begin, size = self._begin - self._over, self._schedule.global_batch
+        begin, size = self._begin - self._over, self._timetable.global_batch
         order = np.arange(self._num_samples)
         if self._shuffle:
             generator = torch.Generator().manual_seed((self._seed << 32) + self._epoch)
@@ -103,7 +103,7 @@ class BalancedBatchSampler(Epochs, Sampler[list[int]]):
         for step in range(first, self.num_steps):
             samples = order[step * size : (step + 1) * size]
             lengths_B = None if self._lengths is None else self._lengths[samples]
-            for places in self._schedule.fetch(begin + step, len(samples), (step + 1) % self.num_steps, lengths_B):
+            for places in self._timetable.fetch(begin + step, len(samples), (step + 1) % self.num_steps, lengths_B):
                 yield samples[places].tolist()
 
 
@@ -114,8 +114,8 @@ class BalancedStream(Epochs, IterableDataset[list[Any]]):
     trained on before a state was saved, is read all the same.
     """
 
-    def __init__(self, schedule: Schedule, samples: Iterable[Any], drop_last: bool, prefetch_factor: int) -> None:
-        super().__init__(schedule, {"samples": "a stream"}, digest(str(drop_last)))
+    def __init__(self, timetable: Timetable, samples: Iterable[Any], drop_last: bool, prefetch_factor: int) -> None:
+        super().__init__(timetable, {"samples": "a stream"}, digest(str(drop_last)))
         self._samples, self._drop_last, self._prefetch_factor, self._process = samples, drop_last, prefetch_factor, -1
 
     def set_epoch(self, epoch: int) -> None:
@@ -133,16 +133,16 @@ class BalancedStream(Epochs, IterableDataset[list[Any]]):
         if info is not None and self._process == os.getpid():
             raise RuntimeError("workers of a balanced stream live for one epoch: leave persistent_workers=True out")
         self._process = os.getpid()
-        schedule, size, step = self._schedule, self._schedule.global_batch, self._begin
+        timetable, size, step = self._timetable, self._timetable.global_batch, self._begin
         first = self._over if self._goes_on else 0
-        schedule.expect_ahead(num_workers * (self._prefetch_factor + 1))
+        timetable.expect_ahead(num_workers * (self._prefetch_factor + 1))
         samples, number = iter(self._samples), 0
         next(itertools.islice(samples, first * size, first * size), None)
         batch, over = self._next(samples), first
         while batch:
             following = self._next(samples)
             over = over + 1 if following else 0  # known before the last batch is handed on
-            for places in schedule.fetch(step, len(batch), over, worker=worker):
+            for places in timetable.fetch(step, len(batch), over, worker=worker):
                 if number % num_workers == worker:
                     yield [batch[place] for place in places]
                 number += 1
@@ -150,5 +150,5 @@ class BalancedStream(Epochs, IterableDataset[list[Any]]):
 
     def _next(self, samples: Iterator[Any]) -> list[Any]:
         """The next global batch; empty where there is none."""
-        batch = list(itertools.islice(samples, self._schedule.global_batch))
-        return [] if self._drop_last and len(batch) < self._schedule.global_batch else batch
+        batch = list(itertools.islice(samples, self._timetable.global_batch))
+        return [] if self._drop_last and len(batch) < self._timetable.global_batch else batch

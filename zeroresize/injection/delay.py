@@ -51,7 +51,7 @@ class Delay(ABC):
         """Delay what follows a product; ``key`` tells apart products that may take different times."""
 
 
-class HostDelay(Delay):
+class CpuDelay(Delay):
     """Sleeps (χ − 1)× the time of a product, right after it.
 
     A sleep ends late. The overshoot is taken off the next delays, so that the slowdown is exact on average. With a
@@ -174,25 +174,25 @@ class DeviceDelay(Delay):
 
 
 class Slowdown:
-    """The base of what slows this rank: a delay on the host, and one for each GPU that it computes on, of one χ."""
+    """The base of what slows this rank: a delay on the CPU, and one for each GPU that it computes on, of one χ."""
 
-    def __init__(self, host: HostDelay | None = None) -> None:
-        self._host = host or HostDelay()
+    def __init__(self, cpu: CpuDelay | None = None) -> None:
+        self._cpu = cpu or CpuDelay()
         self._devices: dict[torch.device, DeviceDelay] = {}
 
     def delay_on(self, device: torch.device) -> Delay:
         """Return the delay for products on ``device``."""
         if device.type != "cuda":
-            return self._host
+            return self._cpu
         if device not in self._devices:
             self._devices[device] = DeviceDelay(CudaDevice(device))
-            self._devices[device].chi = self._host.chi
+            self._devices[device].chi = self._cpu.chi
         return self._devices[device]
 
     @property
     def chi(self) -> float:
         """The skewness χ ≥ 1 in force."""
-        return self._host.chi
+        return self._cpu.chi
 
     @chi.setter
     def chi(self, chi: float) -> None:
@@ -211,4 +211,4 @@ class Slowdown:
 
     @property
     def _all(self) -> list[Delay]:
-        return [self._host, *self._devices.values()]
+        return [self._cpu, *self._devices.values()]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zeroresize.injection.delay import Delay, HostDelay, Slowdown
+from zeroresize.injection.delay import CpuDelay, Delay, Slowdown
 from zeroresize.kernels.probe import ProductProbe
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.plan.layer import LayerPlan
@@ -20,8 +20,8 @@ class SlowLayers(Slowdown):
     fills. Of fused kernels, which show no multiplication, both delay by the whole product.
     """
 
-    def __init__(self, layers: Sequence[BalancedLinear], scope: str, host: HostDelay | None = None) -> None:
-        super().__init__(host)
+    def __init__(self, layers: Sequence[BalancedLinear], scope: str, cpu: CpuDelay | None = None) -> None:
+        super().__init__(cpu)
         self._probes = [(layer, _SlowProduct(layer, self, scope == "all")) for layer in layers]
 
     def __enter__(self) -> None:

@@ -34,7 +34,7 @@ from zeroresize.utils.torch_private import buffers_of, children_of, is_dtensor, 
 
 _SPLITS_ITSELF = "it takes the whole input and splits it evenly itself"
 _TRY_IT = "zeroresize.check_segments(model, batch) shows whether a segment that is named moves soundly"
-_NAME_IT = f"name it by zeroresize.Segment(column=[...], row=..., unit_size=...); {_TRY_IT}"
+_NAME_IT = "name it by zeroresize.Segment(column=[...], row=..., unit_size=...)"
 
 
 def find_segments(

@@ -6,9 +6,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from torch import nn
 
 from zeroresize.comm.collectives import group_rank
 from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.local_parts import local_of
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.plan.ownership import Indices, SegmentWork
 
@@ -96,6 +98,13 @@ def owned_segments(layers: Mapping[str, BalancedLinear]) -> list[OwnedSegment]:
 def all_segments(layers: Mapping[str, BalancedLinear]) -> list[OwnedSegment]:
     """Return all known segments, in the order of the model, whether the present mode lets their units move or not."""
     return list(dict.fromkeys(layer.segment for layer in layers.values() if layer.segment is not None))
+
+
+def moving_weights(layers: Mapping[str, BalancedLinear], model: nn.Module) -> float:
+    """Return the share of the elements that this rank trains which are of units that may change hands."""
+    sizes = {id(each): local_of(each).numel() for each in model.parameters() if each.requires_grad}
+    moving = {id(where.parameter) for segment in owned_segments(layers) for where in segment.tensors}
+    return sum(sizes.get(each, 0) for each in moving) / max(sum(sizes.values()), 1)
 
 
 def segment_works(layers: Mapping[str, BalancedLinear]) -> tuple[SegmentWork, ...]:

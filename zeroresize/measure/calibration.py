@@ -29,7 +29,8 @@ from zeroresize.plan.layer import LayerPlan
 from zeroresize.policy.tensor.columns.order import decided_columns, num_lent, order_without_priority
 from zeroresize.policy.tensor.costs import NUM_POINTS, MigrationCost, ResizingCost, spread_ratios
 from zeroresize.policy.tensor.estimation.times import LEAST_SECONDS
-from zeroresize.utils.texts import percent_text, seconds_text
+from zeroresize.utils.progress import Progress
+from zeroresize.utils.texts import duration_text, percent_text
 from zeroresize.utils.torch_state import synchronize
 
 #: Shares of its columns that one rank lends in the calibration. The cost is taken to be a straight line through them.
@@ -67,23 +68,24 @@ def calibrate_group(
     measures_pruning, measures_migrating = (any(on_ranks) for on_ranks in zip(*meet(*unknown), strict=True))
     began = time.perf_counter()
     results = []
-    if measures_pruning:
-        cost = calibrate()
-        results.append(
-            f"without {percent_text(cost.max_ratio)} of its columns this rank's products take "
-            f"{percent_text(cost.gemm_share[-1])} of their time"
-        )
-    if may_migrate and (measures_pruning or measures_migrating):
-        migration = measure_migration_cost(layers, process_group, config.migration_transport)
-        results.append(
-            f"lending columns to other ranks takes {seconds_text(migration.fixed_s)} a step, and where all are lent "
-            f"{seconds_text(migration.per_share_s)} more"
-        )
-    if results and group_rank(process_group) == 0:
+    is_first = group_rank(process_group) == 0
+    with Progress("measuring what it costs to relieve a slow rank", tell=logger.info, is_shown=is_first):
+        if measures_pruning:
+            cost = calibrate()
+            results.append(
+                f"without {percent_text(cost.max_ratio)} of its columns its products take "
+                f"{percent_text(cost.gemm_share[-1])} of their time"
+            )
+        if may_migrate and (measures_pruning or measures_migrating):
+            migration = measure_migration_cost(layers, process_group, config.migration_transport)
+            results.append(
+                f"lending takes {duration_text(migration.fixed_s)} a step, and "
+                f"{duration_text(migration.per_share_s)} more where all are lent"
+            )
+    if results and is_first:
         logger.info(
-            "measured once, in %.1f s, what it would cost to relieve a slow rank, to be weighed against waiting for "
-            "it: %s. Nothing is changed by that",
-            time.perf_counter() - began,
+            "measured once, in %s, what it would cost to relieve a slow rank: %s",
+            duration_text(time.perf_counter() - began),
             "; ".join(results),
         )
     return migration if may_migrate else None

@@ -1,4 +1,4 @@
-"""The clocks that steps are timed by: the host's, and a device's events."""
+"""The clocks that steps are timed by: the CPU's, and a device's events."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Clock(Protocol):
         """Take back marks that have been read and are not needed again."""
 
 
-class HostClock:
+class CpuClock:
     """Reads ``time.perf_counter``: wall time, so that sleeping and being preempted count."""
 
     is_immediate = True
@@ -86,5 +86,5 @@ class DeviceClock:
 
 
 def clock_for(device: torch.device) -> Clock:
-    """Return a clock of device events for a GPU, else the host's clock."""
-    return DeviceClock(device) if device.type == "cuda" else HostClock()
+    """Return a clock of device events for a GPU, else the CPU's clock."""
+    return DeviceClock(device) if device.type == "cuda" else CpuClock()

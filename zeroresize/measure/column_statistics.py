@@ -96,7 +96,7 @@ class WeightVariation(ColumnStatistic):
 
     Args:
         layers: balanced layers by name.
-        storage: ``"host"`` keeps the second copy of the weights on the host, unchanged; ``"bf16"`` on the device, two
+        storage: ``"host"`` keeps the second copy of the weights on the CPU, unchanged; ``"bf16"`` on the device, two
             bytes a value. Then both ends of the difference are rounded alike: a weight that did not move differs by
             nothing, and small changes are right on average.
     """

@@ -22,7 +22,7 @@ from zeroresize.measure.clocks import clock_for
 from zeroresize.measure.step_timer import LayerTimer, StepTimer
 from zeroresize.measure.timed_products import compare_products, time_reference
 from zeroresize.measure.waits import Where
-from zeroresize.plan.group import Shares
+from zeroresize.plan.group import Workshares
 from zeroresize.policy.tensor.costs import ResizingCost
 from zeroresize.policy.tensor.estimation.estimator import RankEstimator
 from zeroresize.policy.tensor.estimation.times import RankTimes, StepTimes
@@ -75,6 +75,7 @@ class RankMonitor:
     Args:
         layers: balanced layers by name, all on one device.
         config: how to balance.
+        moving_weights: share of the weights that this rank trains in which units can change hands.
 
     Attributes:
         state: what was learned.
@@ -83,14 +84,16 @@ class RankMonitor:
         step_s: seconds of such a step, waits included; NaN where none was read.
     """
 
-    def __init__(self, layers: Mapping[str, BalancedLinear], config: BalanceConfig) -> None:
-        self._layers, self._config = layers, config
+    def __init__(
+        self, layers: Mapping[str, BalancedLinear], config: BalanceConfig, moving_weights: float = 0.0
+    ) -> None:
+        self._layers, self._config, self._moving_weights = layers, config, moving_weights
         self.state = MonitorState(RankEstimator(ResizingCost.linear(config.max_ratio)))
         self.last_read: list[StepTimes] = []
         self.last_waits: list[dict[Where, float]] = []
         self.wait_s = self.step_s = math.nan
         self._by_layer: list[Mapping[str, float]] = []  # seconds of each layer's products in such steps
-        self._shares_in_force = Shares()
+        self._shares_in_force = Workshares()
         self._has_seen_training = self._has_warned = False
         # Ranks run row-parallel layers together, since their outputs are summed; a model without any counts all layers.
         self._counted = [layer for layer in layers.values() if not layer.is_column_parallel] or list(layers.values())
@@ -121,7 +124,7 @@ class RankMonitor:
         """Seconds that timing cost in the last step."""
         return self._timer.timer_s
 
-    def begin_step(self, shares: Shares, is_forced: bool) -> None:
+    def begin_step(self, shares: Workshares, is_forced: bool) -> None:
         """Begin a step whose plan spares this rank ``shares.spared`` of its products and adds ``shares.borrowed``."""
         self._num_forwards_before_step = self.num_forwards
         for layer in self._layers.values():
@@ -231,7 +234,8 @@ class RankMonitor:
         outsides_s = [*self.state.outsides_s[-_FEWEST_OUTSIDE:], *(step.outside_s for step in possible)]
         self.state.outsides_s = outsides_s[-max(len(possible), _FEWEST_OUTSIDE) :]
         by_moves = any(layer.moves_only for layer in self._layers.values())
-        self.state.estimator.learn([step.inside for step in steps], by_moves=by_moves)
+        inside = [step.inside for step in steps]
+        self.state.estimator.learn(inside, by_moves=by_moves, moving_weights=self._moving_weights)
         usual = self.state.estimator.usual_step
         is_known = bool(steps) and usual is not None and usual.shares == self._shares_in_force
         self.wait_s = usual.wait_s if is_known and usual is not None else math.nan

@@ -1,4 +1,4 @@
-"""Busy time and product time of an iteration, on the host's clock or by device events.
+"""Busy time and product time of an iteration, on the CPU's clock or by device events.
 
 On a GPU the times come from events that are read one iteration late, when the device has passed them, so nothing is
 synchronised.
@@ -16,7 +16,7 @@ from zeroresize.kernels.probe import ProductProbe
 from zeroresize.measure import waits
 from zeroresize.measure.clocks import Clock
 from zeroresize.measure.waits import Where
-from zeroresize.plan.group import Shares
+from zeroresize.plan.group import Workshares
 from zeroresize.policy.tensor.estimation.times import WHOLE, StepTimes
 from zeroresize.utils.torch_private import current_backward
 
@@ -36,7 +36,7 @@ class _Step:
     """
 
     begin: Any
-    shares: Shares
+    shares: Workshares
     is_forced: bool
     outside_begin: Any
     end: Any = None
@@ -109,7 +109,7 @@ class StepTimer(ProductProbe):
         self._mark_s = self._measure_mark_s()
         waits.listen(self)
 
-    def begin_step(self, shares: Shares = WHOLE, is_forced: bool = False) -> None:
+    def begin_step(self, shares: Workshares = WHOLE, is_forced: bool = False) -> None:
         """Begin an iteration in which this rank computes what ``shares`` leaves it.
 
         Whatever was measured since the last ``end_step`` is dropped.
@@ -123,14 +123,14 @@ class StepTimer(ProductProbe):
     def end_step(self) -> list[StepTimes]:
         """End the iteration; return the times of the iterations that can be read now without waiting.
 
-        On the host's clock that is this iteration; on a device the one before, none, or several.
+        On the CPU's clock that is this iteration; on a device the one before, none, or several.
         """
         step, self._step = self._step, None
         if step is not None:
-            step.end = self._clock.mark()
-            if step.outside_begin not in (None, step.begin):
-                self._clock.recycle(step.outside_begin)
-            step.outside_begin = None  # the optimizer's step is not outside: it is less where units are few
+            if step.outside_begin not in (None, step.begin):  # the optimizer's step: it is less where units are few
+                step.add("update", None, step.outside_begin, self._clock.mark(), self._clock)
+                step.num_marks -= 1  # of the two one was counted when it was taken
+            step.outside_begin, step.end = None, self._clock.mark()
             self._last_num_marks = step.num_marks + 1
             self._unread.append(step)
         read: list[_Step] = []
@@ -217,7 +217,7 @@ class StepTimer(ProductProbe):
             self._step = None
 
     def _measure_mark_s(self) -> float:
-        """Seconds that one mark costs the host, bookkeeping included."""
+        """Seconds that one mark costs the CPU, bookkeeping included."""
         self.begin_step()
         probe = LayerTimer(self, "")
         num_pairs = _MOST_PAIRS // 2
@@ -234,6 +234,7 @@ class StepTimer(ProductProbe):
         self._clock.recycle(step.begin, step.end)
         waits_s = sum(elapsed_s for kind, elapsed_s in seconds.items() if kind.startswith("waits"))
         outside_wait_s = sum(seconds[f"waits {number}"] for number in range(step.num_outside))
+        update_wait_s = seconds[f"waits {step.num_backwards}"] if step.num_backwards >= step.num_outside else 0.0
         gemms_s = max(seconds["gemms"] - seconds["waits in gemms"], 0.0)  # as of whole layers of hosts
         products_s = seconds["products"] - seconds["waits in products"] - seconds["waits in gemms"]
         products_s = max(products_s, gemms_s)
@@ -247,6 +248,7 @@ class StepTimer(ProductProbe):
             wait_s=max(wall_s - busy_s, 0.0),
             outside_s=min(max(seconds["outside"] - outside_wait_s, 0.0), busy_s - products_s),
             outside_wait_s=outside_wait_s,
+            update_s=min(max(seconds["update"] - update_wait_s, 0.0), busy_s - products_s),
             layers=dict(step.layers),
         )
 

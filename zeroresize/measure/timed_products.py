@@ -118,7 +118,7 @@ def time_products(
 ) -> tuple[float, float]:
     """Measure so many times the three products under ``plan``, one after another.
 
-    On a GPU events tell them, and the device is waited for once: it computes while the host launches what follows, as
+    On a GPU events tell them, and the device is waited for once: it computes while the CPU launches what follows, as
     in training.
 
     Returns:

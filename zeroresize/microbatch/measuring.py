@@ -32,6 +32,8 @@ from zeroresize.strategy.model import SwitchableModel
 from zeroresize.utils.checked import checked, integer, real
 from zeroresize.utils.codec import decoded, encoded
 from zeroresize.utils.hashing import digest
+from zeroresize.utils.progress import Progress
+from zeroresize.utils.texts import duration_text
 from zeroresize.utils.torch_state import seconds_when_done
 from zeroresize.utils.value_checks import one_of
 
@@ -111,12 +113,15 @@ def measure_model(
     meet, device = meet_over(model.groups_of(model.current).tp, model.device), model.device
     handed = [None, *activations, None]
     grids: dict[str, dict[str, LayerGrid]] = {recomputation: {} for recomputation in recomputations}
-    for recomputation in recomputations:
-        for number, layer in ({} if model.position is None else model.stage_layers).items():
-            if kinds[number] not in grids[recomputation]:
+    layers = {} if model.position is None else {kinds[number]: number for number in reversed(model.stage_layers)}
+    total = len(layers) * len(recomputations)
+    with Progress("measuring costs: kinds of layers", total, tell=logger.info, is_shown=is_first) as progress:
+        for recomputation in recomputations:
+            for kind, number in layers.items():
                 around = handed[number], handed[number + 1]
-                probe = _LayerProbe(layer, around, batch_of, loss, recomputation, device, meet)
-                grids[recomputation][kinds[number]] = _grid_of(probe, _axes(around, shapes), shapes)
+                probe = _LayerProbe(model.stage_layers[number], around, batch_of, loss, recomputation, device, meet)
+                grids[recomputation][kind] = _grid_of(probe, _axes(around, shapes), shapes)
+                progress.advance()
     share = Rendezvous(model.process_group, "measure costs of layers")
     for text in share.exchange("costs", json.dumps(encoded(grids))):
         for recomputation, by_kind in json.loads(text).items():
@@ -125,7 +130,7 @@ def measure_model(
                 grids[recomputation][kind] = _slower(grids[recomputation].get(kind, grid), grid)
     model.drop_gradients()
     if is_first:
-        logger.info("measured costs in %.0f s", time.perf_counter() - begin)
+        logger.info("measured costs in %s", duration_text(time.perf_counter() - begin))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     bytes_of = tuple(tuple((each.dtype.itemsize, *each.dims) for each in tensors) for tensors in activations)
     return CostTable(kinds, shapes.names, grids, name, bytes_of)

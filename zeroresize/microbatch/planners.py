@@ -1,6 +1,6 @@
 """The planners of a run: processes that plan iterations ahead of training (DynaPipe, section 3), and who asks them.
 
-:class:`Planners` are those of a host, :class:`RunPlanners` those of a run.
+:class:`Planners` are those of a node, :class:`RunPlanners` those of a run.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from zeroresize.microbatch.store import SharedStore, StoreError
 from zeroresize.policy.microbatches.plan import IterationPlan
 from zeroresize.resharding.agreement import agreed, let_others_know, make_alike, meet_over
 from zeroresize.utils.checked import checked, integer, real
+from zeroresize.utils.texts import duration_text
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ def _tell(given: Mapping[str, Any], error: ValueError) -> None:
     timeout_s=real(above=0.0),
 )
 class RunPlanners:
-    """Plans the iterations of a run on the first rank of each host, for all ranks, which fetch them once an iteration.
+    """Plans the iterations of a run on the first rank of each node, for all ranks, which fetch them once an iteration.
 
     Its constructor, :meth:`plan` and :meth:`restart` are collective.
 
@@ -87,10 +88,10 @@ class RunPlanners:
         process_group: the ranks that carry out the plans.
         device: of the model, where the group cannot send numbers from the CPU.
         first, last: the iterations that are planned; None for no last one, and for ``last < first`` none are.
-        num_workers: processes of each host that plan at once.
+        num_workers: processes of each node that plan at once.
         ahead: how many iterations may be planned beyond the one that is under way; None for twice as many as there are
-            processes on all hosts, at least 4.
-        timeout_s: seconds to wait for a plan at most, those not counted in which the host's processes start; None for
+            processes on all nodes, at least 4.
+        timeout_s: seconds to wait for a plan at most, those not counted in which the node's processes start; None for
             half of the group's time limit. A process that plans one iteration for more than a quarter of it is
             replaced; to start it has ten minutes.
 
@@ -124,7 +125,7 @@ class RunPlanners:
         self._planners: Planners | None = None
 
         def start() -> None:
-            if store.is_first_of_host and not self.is_over(first):
+            if store.is_first_of_node and not self.is_over(first):
                 options: dict[str, Any] = {"num_workers": num_workers, "ahead": ahead}
                 options["deadline_s"] = self._timeout_s / (_MOST_FAILURES + 1)
                 self._planners = Planners(planner, store, series=self._series, first=first, last=last, **options)
@@ -173,11 +174,11 @@ class RunPlanners:
         self.planner, self._progress, self._series = planner, first, series
 
     def seconds(self) -> dict[int, float]:
-        """Return how long each iteration took to plan, of the last 10,000 that this host has planned."""
+        """Return how long each iteration took to plan, of the last 10,000 that this node has planned."""
         return {} if self._planners is None else dict(self._planners.seconds.copy())
 
     def close(self) -> None:
-        """End the planners of this host; whoever waits for a plan of theirs gets an error."""
+        """End the planners of this node; whoever waits for a plan of theirs gets an error."""
         if self._planners is not None:
             self._planners.close()
 
@@ -217,7 +218,7 @@ class RunPlanners:
 
 
 class Planners:
-    """Processes on this host that plan iterations ahead of the ranks, and leave the plans in a store.
+    """Processes on this node that plan iterations ahead of the ranks, and leave the plans in a store.
 
     Iterations are planned in their order, each by whichever process has nothing to do. A process that dies, or does not
     end within the deadline, is replaced with a warning, and its iteration is planned again; if that happens three
@@ -227,7 +228,7 @@ class Planners:
     Args:
         plan: a function of a module, or an object that can be pickled. What it returns may depend on the iteration
             alone; ``random`` and ``numpy.random`` are seeded by its number. The text of a ValueError reaches the ranks.
-        store: where plans go. Of several hosts each plans the iterations whose number is its own modulo theirs.
+        store: where plans go. Of several nodes each plans the iterations whose number is its own modulo theirs.
         series: of the plans, in the store.
         first, last, num_workers, ahead: as of :class:`RunPlanners`.
         deadline_s: seconds that planning an iteration may take, once its process has started.
@@ -248,11 +249,11 @@ class Planners:
         ahead: int | None = None,
         deadline_s: float = 300.0,
     ) -> None:
-        self._ahead = max(4, 2 * num_workers * store.num_hosts) if ahead is None else ahead
+        self._ahead = max(4, 2 * num_workers * store.num_nodes) if ahead is None else ahead
         pickled = _pickled(plan)
         self.seconds: deque[tuple[int, float]] = deque(maxlen=_NUM_KEPT)
         self._store, self._last, self._deadline_s = store, last, deadline_s
-        self._name = f"the planners of host {store.host}"
+        self._name = f"the planners of node {store.node}"
         self._folder = Path(tempfile.mkdtemp(prefix="zeroresize-planners-"))
         self._wanted = self._current = self._series_of(pickled, series, first)  # as is asked for; as the thread plans
         self._workers = [_Worker(self._folder) for _ in range(num_workers)]
@@ -278,7 +279,7 @@ class Planners:
         """Return what they do, in words."""
         tasks = [(worker, task) for worker in self._workers if (task := worker.task) is not None]
         words = ", ".join(
-            f"iteration {task.place[1]} for {task.seconds:.1f} s{', and start for it' * worker.is_starting}"
+            f"iteration {task.place[1]} for {duration_text(task.seconds)}{', and start for it' * worker.is_starting}"
             for worker, task in tasks
         )
         return f"{self._name} ({len(self._workers)}) plan {words or 'nothing'}"
@@ -326,10 +327,10 @@ class Planners:
                     self._leave(place, failure_value(PlanningError.__name__, f"{self._name} {end}"))
 
     def _window(self) -> list[Place]:
-        """Of which this host may leave something now and has not, rising."""
+        """Of which this node may leave something now and has not, rising."""
         store, begin = self._store, self._current.progress
         end = begin + self._ahead + 1 if self._last is None else min(begin + self._ahead, self._last) + 1
-        iterations = range(begin + (store.host - begin) % store.num_hosts, end, store.num_hosts)
+        iterations = range(begin + (store.node - begin) % store.num_nodes, end, store.num_nodes)
         places = [(self._current.number, iteration) for iteration in iterations]
         return [place for place in places if place not in self._left]
 

@@ -18,6 +18,8 @@ from zeroresize.comm.collectives import require_group
 from zeroresize.comm.rendezvous import Rendezvous
 from zeroresize.microbatch.planning_process import PLAN, PlanningError
 from zeroresize.utils.deadline import within
+from zeroresize.utils.progress import LINE_EVERY_S
+from zeroresize.utils.texts import duration_text
 from zeroresize.utils.torch_state import reason
 
 logger = logging.getLogger(__name__)
@@ -47,8 +49,8 @@ class SharedStore:
     Args:
         store: torch's; this rank's connection to it.
         address: where it is, for messages.
-        host, num_hosts: the number of this rank's host, in the order of the ranks, and how many there are.
-        is_first_of_host: whether this is the host's first rank, which starts the host's planners.
+        node, num_nodes: the number of this rank's node, in the order of the ranks, and how many there are.
+        is_first_of_node: whether this is the node's first rank, which starts the node's planners.
         rendezvous: of the ranks that share it; None where this one leaves alone.
         answer_s: seconds within which it has to answer.
 
@@ -61,13 +63,13 @@ class SharedStore:
         store: Any,
         address: str,
         *,
-        host: int = 0,
-        num_hosts: int = 1,
-        is_first_of_host: bool = True,
+        node: int = 0,
+        num_nodes: int = 1,
+        is_first_of_node: bool = True,
         rendezvous: Rendezvous | None = None,
         answer_s: float = _ANSWER_S,
     ) -> None:
-        self.host, self.num_hosts, self.is_first_of_host = host, num_hosts, is_first_of_host
+        self.node, self.num_nodes, self.is_first_of_node = node, num_nodes, is_first_of_node
         self.warn_after_s = 10.0
         self._store, self._address, self._rendezvous = store, address, rendezvous
         self._limit = timedelta(seconds=answer_s)
@@ -83,19 +85,20 @@ class SharedStore:
         self._ask(lambda store: store.set(_key(series, iteration), value), f"leave the plan of iteration {iteration}")
 
     def tell_start(self) -> None:
-        """Tell the ranks that processes of this host live, and start: waiting for their plans does not count now."""
+        """Tell the ranks that processes of this node live, and start: waiting for their plans does not count now."""
         self._num_beats += 1
         number = str(self._num_beats)
-        self._ask(lambda store: store.set(_start_key(self.host), number), "tell that planners start")
+        self._ask(lambda store: store.set(_start_key(self.node), number), "tell that planners start")
 
     def get(self, series: int, iteration: int, timeout_s: float, doing: Callable[[], str], *, warns: bool) -> str:
-        """Wait for the plan of an iteration and return it, for so many seconds at most, from when its host's
+        """Wait for the plan of an iteration and return it, for so many seconds at most, from when its node's
         processes were last told to start.
 
         Args:
             doing: tells what planners do, for messages.
-            warns: whether to warn after :attr:`warn_after_s` seconds and whenever twice as many have passed; of many
-                ranks that wait for the same plan it is enough that one does.
+            warns: whether to warn after :attr:`warn_after_s` seconds and whenever twice as many have passed, or, while
+                planners start, to tell each 15 seconds; of many ranks that wait for the same plan it is enough that
+                one does.
 
         Raises:
             ValueError: what the planner raised, if it was one, naming the iteration.
@@ -103,7 +106,7 @@ class SharedStore:
         """
         began, next_warning_s, pause_s = time.monotonic(), self.warn_after_s, _LEAST_PAUSE_S
         key, purpose = _key(series, iteration), f"fetch the plan of iteration {iteration}"
-        start, beat, looked, counted = _start_key(iteration % self.num_hosts), b"", began, began
+        start, beat, looked, counted = _start_key(iteration % self.num_nodes), b"", began, began
         while True:
             value = self._ask(lambda store: store.get(key) if store.check([key]) else None, purpose)
             if value is not None:
@@ -119,12 +122,14 @@ class SharedStore:
                     f"no plan of iteration {iteration} came to {self._address} within {timeout_s:g} s: {doing()}"
                 )
             if waited_s > next_warning_s and warns:
-                next_warning_s = 2.0 * waited_s
-                logger.warning(
-                    "the plan of iteration %d has been waited for since %.1f s, at %s: %s. Training goes on when it "
+                starts = counted > began  # which is nothing to warn of
+                next_warning_s = waited_s + LINE_EVERY_S if starts else 2.0 * waited_s
+                logger.log(
+                    logging.INFO if starts else logging.WARNING,
+                    "the plan of iteration %d has been waited for since %s, at %s: %s. Training goes on when it "
                     "comes, or fails after %g s",
                     iteration,
-                    waited_s,
+                    duration_text(waited_s),
                     self._address,
                     doing(),
                     timeout_s,
@@ -166,19 +171,19 @@ class SharedStore:
 def share_store(process_group: ProcessGroup) -> SharedStore:
     """Make an instruction store in the memory of the group's first rank and open it on all ranks; collective.
 
-    It ends where that rank closes it: call :meth:`SharedStore.close` on all ranks. Ranks of one host reach it by
-    loopback, and nobody else does; those of several hosts by the network of the first one, named by ``MASTER_ADDR``,
+    It ends where that rank closes it: call :meth:`SharedStore.close` on all ranks. Ranks of one node reach it by
+    loopback, and nobody else does; those of several nodes by the network of the first one, named by ``MASTER_ADDR``,
     whose other users have to be trusted: the store asks nobody who they are.
 
     Raises:
         RuntimeError: if the store cannot be made or opened on a rank, or one does not come; on all ranks.
     """
     rendezvous = Rendezvous(require_group(process_group), "share an instruction store")
-    names = rendezvous.exchange("hosts", socket.gethostname())
-    hosts = list(dict.fromkeys(names))
+    names = rendezvous.exchange("nodes", socket.gethostname())
+    nodes = list(dict.fromkeys(names))
     made, address = None, ""
     if rendezvous.rank == 0:
-        name = _LOOPBACK if len(hosts) == 1 else os.environ.get("MASTER_ADDR", hosts[0])
+        name = _LOOPBACK if len(nodes) == 1 else os.environ.get("MASTER_ADDR", nodes[0])
         try:
             made = served_store(name)
         except Exception as error:
@@ -192,15 +197,15 @@ def share_store(process_group: ProcessGroup) -> SharedStore:
     return SharedStore(
         rendezvous.connect(lambda: made or _tcp_store(name, int(port))),
         address,
-        host=hosts.index(names[rendezvous.rank]),
-        num_hosts=len(hosts),
-        is_first_of_host=names.index(names[rendezvous.rank]) == rendezvous.rank,
+        node=nodes.index(names[rendezvous.rank]),
+        num_nodes=len(nodes),
+        is_first_of_node=names.index(names[rendezvous.rank]) == rendezvous.rank,
         rendezvous=rendezvous,
     )
 
 
 def served_store(name: str = _LOOPBACK) -> TCPStore:
-    """Make a store that this process serves under a name of this host, in a thread without Python.
+    """Make a store that this process serves under a name of this node, in a thread without Python.
 
     On loopback the socket is made here: torch would listen on all interfaces.
     """
@@ -219,8 +224,8 @@ def _key(series: int, iteration: int) -> str:
     return f"plan/{series}/{iteration}"
 
 
-def _start_key(host: int) -> str:
-    return f"start/{host}"
+def _start_key(node: int) -> str:
+    return f"start/{node}"
 
 
 def _text_of(iteration: int, value: bytes) -> str:

@@ -22,11 +22,11 @@ from zeroresize.runtime.activations import Batch, BatchOf
 from zeroresize.runtime.counted_loss import Count, Loss, total_count
 from zeroresize.runtime.stage import seed_of
 from zeroresize.strategy.model import SwitchableModel, require_equal_settings, settings_of_ties
-from zeroresize.strategy.step_trainer import TRAINER_LIMITS, StepTrainer, require_ready_to_train, tell_ranks
+from zeroresize.strategy.step_trainer import TRAINER_LIMITS, StepTrainer, require_ready_to_train, step_text, tell_ranks
 from zeroresize.strategy.switching.switcher import by_one_thread
 from zeroresize.utils.checked import checked
 from zeroresize.utils.hashing import fingerprint
-from zeroresize.utils.texts import alike, named_ranks
+from zeroresize.utils.texts import alike, duration_text, named_ranks
 from zeroresize.utils.torch_state import seconds_when_done
 
 #: The tokens of samples are compared between the ranks of a replica in so many iterations, and then once in so many.
@@ -78,6 +78,11 @@ class IterationReport:
     recomputation: str
     grad_norm: float
     is_skipped: bool
+
+    def __str__(self) -> str:
+        waited, work, expected = map(duration_text, (self.wait_s, self.work_s, self.expected_s))
+        counts = "+".join(map(str, self.num_microbatches))
+        return f"{step_text(self)}: {counts} micro-batches in {work}, {expected} expected, after {waited} for the plan"
 
 
 @checked(tell=lambda given, error: tell_ranks(given["model"], error), **TRAINER_LIMITS)

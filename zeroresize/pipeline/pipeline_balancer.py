@@ -52,6 +52,7 @@ from zeroresize.status import Status, ranks_by_speed
 from zeroresize.telemetry import ChangeRecord
 from zeroresize.utils.checked import checked, integer, real
 from zeroresize.utils.codec import loaded, saved
+from zeroresize.utils.texts import duration_text, size_text
 
 logger = logging.getLogger(__name__)
 
@@ -520,7 +521,8 @@ class PipelineBalancer(Pausable):
         """Tell what has moved, or could not, in the log and to the user."""
         costs, reason = self._rebalancing.costs, proposal.reason
         if self._measuring.tells and is_made:
-            logger.info("step %d: %s: %.1f MB, %.2f s; %s", self.steps, what, moved_bytes / 1e6, seconds, reason)
+            took = f"{size_text(moved_bytes)}, {duration_text(seconds)}"
+            logger.info("step %d: %s: %s; %s", self.steps, what, took, reason)
         if self._on_change is None:
             return
         record = ChangeRecord(

@@ -137,7 +137,7 @@ def repack(
 
     A released rank holds no tensors of layers any more. It must leave the training loop and end with status 0, which
     ``torchrun`` takes for what it is; where that restarts a job after a failure, all ranks are back. The job's rank 0
-    is never released: it may host the job's store.
+    is never released: it may keep the job's store.
 
     Args:
         optimizer: the only one that steps the pipeline's parameters, given all of them; None for none.
@@ -178,7 +178,7 @@ def repack(
 
 
 def stage_that_stays(pipeline: Pipeline) -> int | None:
-    """Return the stage of the job's rank 0, whose process may host the job's store; None if it is in another group."""
+    """Return the stage of the job's rank 0, whose process may keep the job's store; None if it is in another group."""
     ranks = group_ranks(pipeline.process_group)
     return ranks.index(0) if 0 in ranks else None
 

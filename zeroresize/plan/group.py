@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Shares:
+class Workshares:
     """Describe what becomes of one rank's product FLOPs, and what it computes for others.
 
     Attributes:
@@ -39,14 +39,14 @@ class Shares:
 
 
 @dataclass(frozen=True, order=True)
-class Relief(Shares):
+class Relief(Workshares):
     """Describe the shares of a rank's products that are to become columns."""
 
     is_forced: bool = False  # whether someone forced just these; what is decided is rounded so that products are fast
 
 
 @dataclass(frozen=True)
-class RankPlan(Shares):
+class RankPlan(Workshares):
     """Describe one rank's part in a plan: its shares, of which the pruned one may differ from layer to layer."""
 
     is_straggler: bool = False  # whether the rank was found to be one

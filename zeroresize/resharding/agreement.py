@@ -32,7 +32,7 @@ from zeroresize.comm.collectives import (
 from zeroresize.comm.exchange import Meet, meet_by
 from zeroresize.utils.deadline import within
 from zeroresize.utils.hashing import fingerprint
-from zeroresize.utils.texts import alike, at_fault, by_rank
+from zeroresize.utils.texts import alike, at_fault, by_rank, size_text
 from zeroresize.utils.torch_state import is_out_of_memory, reason
 
 _T = TypeVar("_T")
@@ -344,8 +344,8 @@ def allocate_together(
             if all_needed[row] and lack > 0.0:
                 lacks[row] = lack
     if lacks:
-        sizes = ((_number(row, meet), lack / 1e6, all_needed[row] / 1e6) for row, lack in lacks.items())
-        text = "; ".join(f"rank {n} lacks {lack:.1f} MB, of {needs:.1f} MB that it needs" for n, lack, needs in sizes)
+        sizes = ((_number(row, meet), size_text(lack), size_text(all_needed[row])) for row, lack in lacks.items())
+        text = "; ".join(f"rank {number} lacks {lack}, of {needed} that it needs" for number, lack, needed in sizes)
         raise NotEnoughMemoryError(f"{_NOTHING_CHANGED}, as there is not enough memory for {what}: {text}")
 
 

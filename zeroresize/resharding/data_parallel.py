@@ -214,7 +214,7 @@ def sharded_optimizer(optimizer: Any) -> ShardedOptimizer | None:
 
 
 def gathered(sharded: ShardedOptimizer, meet: Meet) -> WholeOptimizer:
-    """Return the whole of a sharded optimizer, for which the memory of the hosts is enough; collective.
+    """Return the whole of a sharded optimizer, for which the memory of CPUs is enough; collective.
 
     Raises:
         ValueError, CannotMoveError, NotEnoughMemoryError, RuntimeError: as a move, on all ranks; nothing has changed.

@@ -36,6 +36,7 @@ from zeroresize.resharding.agreement import (
 )
 from zeroresize.resharding.parcels import End, RankRounds
 from zeroresize.resharding.transport import Transport
+from zeroresize.utils.texts import duration_text, size_text
 from zeroresize.utils.torch_state import synchronize
 
 
@@ -57,6 +58,10 @@ class MoveReport:
     num_rounds: int
     buffer_bytes: int
     new_bytes: int
+
+    def __str__(self) -> str:
+        sent, received = size_text(self.sent_bytes), size_text(self.received_bytes)
+        return f"{sent} sent and {received} received in {self.num_rounds} rounds, {duration_text(self.seconds)}"
 
 
 @dataclass(frozen=True)

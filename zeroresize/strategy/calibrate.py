@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zeroresize.comm.collectives import group_size
+from zeroresize.comm.collectives import group_rank, group_size
 from zeroresize.measure.links import measure_messages
 from zeroresize.measure.memory_meter import SavedBytes
 from zeroresize.policy.strategy.costs.cost_model import LayerCost, LayerCostTable
@@ -18,8 +19,11 @@ from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
 from zeroresize.resharding.agreement import meet_over
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed
+from zeroresize.utils.progress import Progress
 from zeroresize.utils.torch_state import seconds_when_done
 from zeroresize.utils.value_checks import at_least
+
+logger = logging.getLogger(__name__)
 
 #: The lengths that are timed: the longest one, and these parts of it.
 _PARTS = (1, 4, 16)
@@ -108,25 +112,29 @@ def measure_layer_costs(
     kinds = [f"layer {number}" for number in range(model.num_layers)]
     costs: dict[str, dict[int, LayerCost]] = {kind: {} for kind in kinds}
     boundary_bytes = 0.0
-    for tp, strategy in sorted(by_degree.items()):
-        model.switch_to(strategy, gradients=False)
-        layers = [model.stage_layers[number] for number in range(model.num_layers)]
-        *kept_bytes, _ = _token_bytes(layers, batches[0], model)
-        most, held = _most([max(kept_bytes), model.held_bytes], model).tolist()
-        fitting = [number for number in range(len(points)) if held + most * tokens[number] <= memory_limit]
-        if not fitting:
-            model.switch_to(model.optimizer_strategy, gradients=False)
-            raise ValueError(
-                f"memory_limit={memory_limit:g}: under {strategy} a rank has {held:.0f} bytes of weights, and not even "
-                f"a micro-batch of {tokens[0]} tokens fits beside them"
-            )
-        *kept_bytes, boundary_bytes = _most(_token_bytes(layers, batches[fitting[-1]], model), model).tolist()
-        repetitions = [[_timed(layers, batches[number], model) for number in fitting] for _ in range(_REPETITIONS)]
-        seconds_PL = np.min(repetitions, axis=0)
-        seconds_LP = _most(seconds_PL.ravel().tolist(), model).reshape(seconds_PL.shape).T
-        tokens_P, squares_P = ([column[number] for number in fitting] for column in (tokens, squares))
-        for kind, seconds, kept in zip(kinds, seconds_LP, kept_bytes, strict=True):
-            costs[kind][tp] = fitted_cost(tokens_P, squares_P, seconds, kept)
+    is_first = group_rank(model.process_group) == 0
+    what = "measuring layers: tensor-parallel degrees"
+    with Progress(what, len(by_degree), tell=logger.info, is_shown=is_first) as progress:
+        for tp, strategy in sorted(by_degree.items()):
+            model.switch_to(strategy, gradients=False)
+            layers = [model.stage_layers[number] for number in range(model.num_layers)]
+            *kept_bytes, _ = _token_bytes(layers, batches[0], model)
+            most, held = _most([max(kept_bytes), model.held_bytes], model).tolist()
+            fitting = [number for number in range(len(points)) if held + most * tokens[number] <= memory_limit]
+            if not fitting:
+                model.switch_to(model.optimizer_strategy, gradients=False)
+                raise ValueError(
+                    f"memory_limit={memory_limit:g}: under {strategy} a rank has {held:.0f} bytes of weights, and not "
+                    f"even a micro-batch of {tokens[0]} tokens fits beside them"
+                )
+            *kept_bytes, boundary_bytes = _most(_token_bytes(layers, batches[fitting[-1]], model), model).tolist()
+            repetitions = [[_timed(layers, batches[number], model) for number in fitting] for _ in range(_REPETITIONS)]
+            seconds_PL = np.min(repetitions, axis=0)
+            seconds_LP = _most(seconds_PL.ravel().tolist(), model).reshape(seconds_PL.shape).T
+            tokens_P, squares_P = ([column[number] for number in fitting] for column in (tokens, squares))
+            for kind, seconds, kept in zip(kinds, seconds_LP, kept_bytes, strict=True):
+                costs[kind][tp] = fitted_cost(tokens_P, squares_P, seconds, kept)
+            progress.advance()
     model.switch_to(model.optimizer_strategy, gradients=False)
     return LayerCostTable(tuple(kinds), costs, boundary_bytes)
 

@@ -24,6 +24,7 @@ from zeroresize.runtime.stage import Stage
 from zeroresize.strategy.model import SwitchableModel, require_divisible
 from zeroresize.strategy.switching.switch import SwitchReport
 from zeroresize.utils.checked import Limit, real
+from zeroresize.utils.texts import digits, duration_text
 from zeroresize.utils.torch_state import synchronize
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,12 @@ TRAINER_LIMITS: dict[str, Limit] = {"grad_clip": real(least=0.0)}
 def tell_ranks(model: SwitchableModel, error: ValueError) -> None:
     """Let the other ranks of a model fail, too, where this one's trainer or balancer was given what is not allowed."""
     let_others_know(model.process_group, model.device, error)
+
+
+def step_text(step: Any) -> str:
+    """What reports of all kinds of steps tell in a line."""
+    figures = f"loss {digits(step.loss, 4)}, {step.num_tokens} tokens, {duration_text(step.seconds)}"
+    return f"{figures}, norm {digits(step.grad_norm)}{', skipped' * step.is_skipped}"
 
 
 class StepTrainer:

@@ -41,6 +41,7 @@ from zeroresize.strategy.step_trainer import StepTrainer
 from zeroresize.telemetry import ChangeRecord
 from zeroresize.utils.checked import Limit, real
 from zeroresize.utils.codec import loaded, saved
+from zeroresize.utils.texts import duration_text
 
 logger = logging.getLogger(__name__)
 
@@ -281,8 +282,8 @@ class StragglerBalancing(Pausable, ABC, Generic[Step]):
         )
         if self._model.rank == 0:
             is_made = "" if record.is_made else ", only advice" if is_advice else ", not made: memory does not suffice"
-            names = f"{candidate.key}: {', '.join(map(str, candidate.strategies))}"
-            logger.info("step %d: %s: %s; took %.2f s%s", self.steps, names, self._decision.verdict, change_s, is_made)
+            took, names = duration_text(change_s), f"{candidate.key}: {', '.join(map(str, candidate.strategies))}"
+            logger.info("step %d: %s: %s; took %s%s", self.steps, names, record.reason, took, is_made)
         if record.is_made:
             self._note_change(change_s)
         if self._on_change is not None:

@@ -44,7 +44,7 @@ class StrategyBalancer(StragglerBalancing[list[int]]):
 
     Args:
         trainer: the strategy of its model's optimizer must be the strategy of a range. Nobody else changes its ranges.
-        cost: of the model and the cluster; only its seconds relative to each other, its links and sizes count. What
+        cost: of the model and its machines; only its seconds relative to each other, its links and sizes count. What
             changes of strategies take is measured over the links, and learned from each.
         limit_bytes: memory of a rank for weights, gradients, optimizer state and activations.
         tolerance, min_saving: as of :class:`~zeroresize.policy.strategy.stragglers.decision.StragglerDecision`.

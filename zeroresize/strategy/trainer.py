@@ -21,11 +21,12 @@ from zeroresize.runtime.instructions import instructions_of
 from zeroresize.runtime.stage import seed_of
 from zeroresize.strategy.model import SwitchableModel, require_equal_settings, settings_of_ties
 from zeroresize.strategy.packed import Packed, digest_of, require_sequences
-from zeroresize.strategy.step_trainer import TRAINER_LIMITS, StepTrainer, require_ready_to_train, tell_ranks
+from zeroresize.strategy.step_trainer import TRAINER_LIMITS, StepTrainer, require_ready_to_train, step_text, tell_ranks
 from zeroresize.strategy.switching.switch import SwitchReport
 from zeroresize.strategy.switching.switcher import by_one_thread
 from zeroresize.utils.checked import checked, integer
 from zeroresize.utils.hashing import fingerprint
+from zeroresize.utils.texts import duration_text
 from zeroresize.utils.torch_state import autocast_dtype, synchronize
 
 #: Of NVLink and InfiniBand, roughly. Orders depend on their ratio alone, and inside one node on neither.
@@ -58,6 +59,9 @@ class RangeReport:
     num_micro_batches: tuple[int, ...]
     seconds: float
 
+    def __str__(self) -> str:
+        return f"{self.num_sequences} sequences by {self.strategy}, {duration_text(self.seconds)}"
+
 
 @dataclass(frozen=True)
 class StepReport:
@@ -80,6 +84,10 @@ class StepReport:
     switches: tuple[SwitchReport, ...]
     grad_norm: float
     is_skipped: bool = False
+
+    def __str__(self) -> str:
+        switched = duration_text(sum(switch.seconds for switch in self.switches))
+        return f"{step_text(self)}: {'; '.join(map(str, self.by_range))}; {switched} for {len(self.switches)} switches"
 
 
 @checked(tell=lambda given, error: tell_ranks(given["model"], error), **TRAINER_LIMITS, max_tokens=integer(1))

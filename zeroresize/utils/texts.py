@@ -1,4 +1,4 @@
-"""How lines and errors tell of ranks that differ, by what each of them has, and of seconds."""
+"""How lines and errors tell of ranks that differ, by what each of them has, and of numbers."""
 
 from __future__ import annotations
 
@@ -94,9 +94,15 @@ def lists_by_rank(lists: Sequence[Sequence[str]]) -> str:
     return by_rank(descriptions)
 
 
-def seconds_text(seconds: float) -> str:
-    """Return seconds with two digits that count, for a line."""
-    return f"{seconds:.0f} s" if seconds >= 9.5 else f"{seconds:.2g} s"
+def digits(value: float, count: int = 3) -> str:
+    """Return a number with so many digits that count, and all of those before the point."""
+    return f"{value:.0f}" if abs(value) >= 10 ** (count - 1) else f"{value:.{count}g}"
+
+
+def size_text(amount: float, unit: str = "B") -> str:
+    """Return bytes, or what ``unit`` says, in thousands, millions and so on: "38 MB", "1.2 TFLOP/s"."""
+    power = max((at for at in range(5) if abs(amount) >= 999.5 * 1000 ** (at - 1)), default=0)
+    return f"{digits(amount / 1000**power)} {('', 'k', 'M', 'G', 'T')[power]}{unit}"
 
 
 def percent_text(share: float) -> str:
@@ -105,14 +111,16 @@ def percent_text(share: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Return how long something lasts, in the unit that a person would take: "310 ms", "12.4 s", "2 min 3 s"."""
+    """Return how long something lasts, in the unit that a person would take: "19 µs", "12.4 s", "2 min 3 s"."""
     if math.isnan(seconds):
         return "?"
     if seconds < 0.0:
         return f"−{duration_text(-seconds)}"
+    if 0.0 < seconds < 0.9995e-3:
+        return f"{digits(1e6 * seconds)} µs"
     if seconds < 0.9995:
-        return f"{1e3 * seconds:.3g} ms" if seconds < 0.0995 else f"{1e3 * seconds:.0f} ms"
+        return f"{digits(1e3 * seconds)} ms"
     if seconds < 59.95:
-        return f"{seconds:.1f} s"
+        return f"{digits(seconds)} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

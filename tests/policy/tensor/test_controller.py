@@ -10,7 +10,7 @@ from helpers.states import resumed
 from helpers.virtual_training import LINEAR, REALISTIC
 
 from zeroresize.config import BalanceConfig
-from zeroresize.plan.group import Shares
+from zeroresize.plan.group import Workshares
 from zeroresize.policy.tensor.controller import Controller
 from zeroresize.policy.tensor.costs import MigrationCost, ResizingCost
 from zeroresize.policy.tensor.estimation.communication import CollectiveTimes
@@ -42,7 +42,7 @@ class SimulatedRank:
     def _step(self, ratio):
         truth = rank(self.rest_s * self._noise(), self.gemm_s * self.chi * self._noise(), self.cost)
         gemm_s = truth.gemm_s * self.cost.gemm_share_at(ratio)
-        return StepTimes(truth.busy_at(ratio), gemm_s, self.cost.gather_fill_at(ratio), Shares(ratio))
+        return StepTimes(truth.busy_at(ratio), gemm_s, self.cost.gather_fill_at(ratio), Workshares(ratio))
 
 
 def run_closed_loop(config, ranks, chi_at_update, num_updates):

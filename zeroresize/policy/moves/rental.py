@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from zeroresize.policy import ROUNDING
+from zeroresize.utils.texts import duration_text
 
 #: After a refused change nothing is due for so many updates, twice as many after each that follows, up to the most.
 FIRST_PAUSE = 8
@@ -104,11 +105,12 @@ class Verdict:
     def __str__(self) -> str:
         if self.option is None:
             return self.reason.value
-        saving_s, step_s = self.option.saving_s, self.step_s
-        saves = f"it would save {saving_s:.3g} of {step_s:.3g} s a step and take {self.option.price_s:.3g} s"
-        owed = f"staying has cost {self.owed_s:.3g} of {self.needed_s:.3g} s"
+        saving, step, price, owed, needed = map(
+            duration_text, (self.option.saving_s, self.step_s, self.option.price_s, self.owed_s, self.needed_s)
+        )
         pause = f" ({self.pause} updates)" if self.pause else ""
-        return f"{self.reason.value}{pause}: {saves}; {owed}"
+        saves = f"it would save {saving} of {step} a step and take {price}"
+        return f"{self.reason.value}{pause}: {saves}; staying has cost {owed} of {needed}"
 
 
 @dataclass

@@ -13,7 +13,7 @@ from zeroresize.policy.slowness.group_slowness import (
     WatchReport,
 )
 from zeroresize.status import LEAST_WAIT
-from zeroresize.utils.texts import TEXTS_OF_CAUSES, named_ranks, percent_text, seconds_text
+from zeroresize.utils.texts import TEXTS_OF_CAUSES, duration_text, named_ranks, percent_text
 
 #: With the number of the step before it a line has 200 characters at most.
 _MOST_CHARACTERS = 186
@@ -42,15 +42,15 @@ def _of_event(event: SlownessEvent, report: WatchReport, compares_work: bool) ->
     if event.kind == "ends":
         return (
             f"rank {slow.rank} is as fast as the others again: it was {event.times_before:.2f} times slower, from step "
-            f"{slow.since_step} on for {slow.num_steps} steps ({seconds_text(slow.seconds)}), which cost "
-            f"{seconds_text(slow.cost_s)}"
+            f"{slow.since_step} on for {slow.num_steps} steps ({duration_text(slow.seconds)}), which cost "
+            f"{duration_text(slow.cost_s)}"
         )
     now = f" now, {event.times_before:.2f} times before" if event.kind == "changes" else ""
     why, next_step = _why(slow, report, compares_work)
     return _joined(
         f"rank {slow.rank} is {slow.times:.2f} times slower than the others{now}, since step {slow.since_step}: {why}",
         next_step,
-        f"cost {seconds_text(slow.cost_s)}",
+        f"cost {duration_text(slow.cost_s)}",
         _longest_wait(slow.rank, report),
         "" if slow.cause == "loader" else f"work by speed: {percent_text(report.share_saved)} shorter steps at most",
     )

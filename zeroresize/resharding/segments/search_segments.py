@@ -116,7 +116,7 @@ def log_staying_even(staying_even: Mapping[str, str]) -> None:
 
 
 def summary_of_segments(layers: Mapping[str, BalancedLinear]) -> str:
-    """Return how many segments have units that can move, how many layers stay, and the first reason, for a log line."""
+    """Return how many segments have units that can move, and how many layers stay, for a log line."""
     segments = [segment for segment in owned_segments(layers) if segment.may_give]
     kinds = Counter(segment.kind for segment in segments)
     of_kinds = f" ({', '.join(f'{count} of {kind}' for kind, count in kinds.items())})" if kinds else ""
@@ -124,9 +124,7 @@ def summary_of_segments(layers: Mapping[str, BalancedLinear]) -> str:
     movable = f"units of {len(segments)} segments can move{of_kinds}"
     if not staying:
         return movable
-    reason = layers[staying[0]].stays_even
-    why = "" if reason is None else f", as {staying[0]}: {reason}"
-    return f"{movable}, and {len(staying)} layers stay evenly divided{why} (level DEBUG tells of all)"
+    return f"{movable}, and {len(staying)} layers stay evenly divided (level DEBUG tells why)"
 
 
 def first_of(names: Sequence[str]) -> str:

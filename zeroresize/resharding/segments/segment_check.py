@@ -31,6 +31,7 @@ from zeroresize.resharding.ranks import Ranks, TogetherError
 from zeroresize.resharding.segments.in_float64 import in_float64, require_replaceable, to_float64
 from zeroresize.resharding.segments.muted_draws import MutedDraws, require_drawn_alike
 from zeroresize.resharding.units.moving_units import move_units
+from zeroresize.utils.progress import Progress
 from zeroresize.utils.torch_state import tensors_in
 
 #: Outputs and gradients.
@@ -104,18 +105,20 @@ def check_segments(
         return []
     if not segments:
         raise ValueError(
-            "check_segments: the model has no segment whose units may move: convert it first; the log of convert says "
-            "why layers stay even"
+            "check_segments: the model has no segment whose units may move: convert it first; its log of level DEBUG "
+            "says why layers stay even"
         )
     away = [one.name for one in segments if not one.owned.is_home]
     if away:
         raise ValueError(
             f"check_segments: units of {away[0]} are away: check before they move, or within `with balancer.at_home():`"
         )
-    if group_rank(segments[0].modules[-1].process_group) == 0:
+    is_first = group_rank(segments[0].modules[-1].process_group) == 0
+    if is_first:
         text = "check_segments: it computes the model in float64, three times for each of %d segments"
         logger.info(text, len(segments))
-    with _keyed_dropout(inner, segments):
+    progress = Progress("check_segments", tell=logger.info, is_shown=is_first)
+    with _keyed_dropout(inner, segments), progress:
         require_replaceable(inner)
         check = _Check(inner, segments, to_float64(batch), forward or _call)
         with in_float64(inner):

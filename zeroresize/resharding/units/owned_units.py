@@ -425,7 +425,7 @@ class OwnedUnits:
 
     def _why_not_movable(self, replicas: DataParallelReplicas, sharded: Mapping[int, FullySharded]) -> str | None:
         if not self.segments:
-            return "the model has no segment that is known to be divisible unevenly (the log of convert says why)"
+            return "the model has no segment that is known to be divisible unevenly (convert tells why at level DEBUG)"
         tensors = (tensor for segment in self.segments for tensor in segment.tensors)
         for_good = (why_sharded_for_good(tensor, sharded.get(id(tensor.parameter))) for tensor in tensors)
         if (reason := next(filter(None, for_good), None)) is not None:

@@ -8,7 +8,7 @@ from helpers.states import resumed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroresize.plan.group import Shares
+from zeroresize.plan.group import Workshares
 from zeroresize.policy.tensor.costs import ResizingCost
 from zeroresize.policy.tensor.estimation.estimator import RankEstimator
 from zeroresize.policy.tensor.estimation.times import MOVING_REST, StepTimes
@@ -29,7 +29,7 @@ def steps(
         gemm_s = factors[0] * chi * GEMM_S * executed
         gather_fill_s = gathers * owned * truth.gather_fill_at(ratio)
         rest_s = factors[1] * rest_chi * REST_S * (1.0 - rho * (1.0 - owned))
-        shares = Shares(ratio, 0.0, borrowed, owned)
+        shares = Workshares(ratio, 0.0, borrowed, owned)
         times.append(StepTimes(rest_s + gemm_s + gather_fill_s, gemm_s, gather_fill_s, shares))
     return times
 
@@ -92,8 +92,8 @@ def test_a_hiccup_is_not_taken_for_the_cost_of_pruning(full_gemm_s):
     """Nor a step in which the layers did not run: of several steps it is none that counts."""
     estimator = learned(*[steps(0.6)] * 3)
     before, usual = estimator.cost, steps(0.6)
-    estimator.learn([*usual[:2], StepTimes(60.0, full_gemm_s, 0.0, Shares(0.6)), *usual[2:]])
-    estimator.learn([*steps(0.6), StepTimes(0.1, 0.0, 0.0, Shares(0.6))])
+    estimator.learn([*usual[:2], StepTimes(60.0, full_gemm_s, 0.0, Workshares(0.6)), *usual[2:]])
+    estimator.learn([*steps(0.6), StepTimes(0.1, 0.0, 0.0, Workshares(0.6))])
     assert estimator.cost.gemm_share == pytest.approx(before.gemm_share, rel=0.01)
     assert estimator.times.busy_s == pytest.approx(REST_S + GEMM_S, rel=0.02)
 
@@ -143,7 +143,7 @@ def test_a_rank_that_computes_no_products_tells_nothing_of_its_speed():
     """Products of no columns take microseconds all the same."""
     estimator = learned(steps())
     before = estimator.times
-    for shares in (Shares(lent=1.0), Shares(owned=0.0)):
+    for shares in (Workshares(lent=1.0), Workshares(owned=0.0)):
         for _ in range(20):
             estimator.learn([StepTimes(0.3, 2e-5, 0.0, shares)] * 5)
         assert estimator.times.gemm_s == before.gemm_s
@@ -166,6 +166,20 @@ def test_a_move_is_no_jump_of_speed_and_what_moves_along_is_learned_and_remember
             assert estimator.times.rest_s == pytest.approx(REST_S, rel=0.06)
     assert estimator.times.deviation <= 2.0 * before.deviation + 0.01
     assert abs(owned - 1.0) < 0.5 or estimator.times.moving_rest == pytest.approx(rho, abs=0.06)
+
+
+@pytest.mark.parametrize("moving_weights", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("update", [0.0, 0.4, 1.0])
+def test_before_a_move_what_updates_the_moving_weights_is_taken_to_move_along(update, moving_weights):
+    estimator = RankEstimator(COST)
+    for _ in range(3):
+        updating = [dataclasses.replace(step, update_s=update * REST_S) for step in steps()]
+        estimator.learn(updating, moving_weights=moving_weights)
+        expected = moving_weights * update + MOVING_REST * (1.0 - update)
+        assert estimator.times.moving_rest == pytest.approx(expected)
+    for _ in range(12):
+        estimator.learn(steps(owned=0.3, rho=0.7), moving_weights=moving_weights)
+    assert estimator.times.moving_rest == pytest.approx(0.7, abs=0.06), "a move tells more"
 
 
 @pytest.mark.parametrize("slows_rest", [False, True])
@@ -211,7 +225,7 @@ def test_a_rank_without_units_is_seen_to_recover_by_a_reference(chi, slows_rest,
     estimator.learn_reference(beside * GEMM_S * (chi if sees_old else 1.0), 0.0)
     for _ in range(4):
         estimator.learn_reference(beside * GEMM_S, 0.0)
-        estimator.learn([StepTimes(0.8 * REST_S, 0.0, 0.0, Shares(owned=0.0))] * 5)
+        estimator.learn([StepTimes(0.8 * REST_S, 0.0, 0.0, Workshares(owned=0.0))] * 5)
     assert estimator.times.gemm_s == pytest.approx(GEMM_S, rel=0.15)
     assert estimator.times.rest_s == pytest.approx(REST_S, rel=0.15) or estimator.times.deviation > 0.15
 

@@ -121,7 +121,7 @@ class PlannedSwitches:
 @checked(nodes=integer(0), optimizer_ratio=real(least=0.0), slowness=real(above=0.0), max_message_bytes=integer(1))
 @dataclass(frozen=True)
 class CostModel:
-    """Hold what is known of a model and a cluster.
+    """Hold what is known of a model and its machines.
 
     Attributes:
         layers: seconds and bytes of the layers.

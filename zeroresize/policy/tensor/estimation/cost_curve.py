@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from zeroresize.plan.group import Shares
+from zeroresize.plan.group import Workshares
 from zeroresize.policy.speed.noise import JUMP
 from zeroresize.policy.tensor.costs import LEAST_SHARE, UNKNOWN, ResizingCost
 
@@ -73,7 +73,7 @@ class CostCurve:
             self._cost = self.calibrated.scaled([1.0, *points], borrowing, widening)
         return self._cost
 
-    def executed(self, shares: Shares) -> tuple[float, Floats]:
+    def executed(self, shares: Workshares) -> tuple[float, Floats]:
         """Return (logarithm of the multiplications' share under a plan, its gradient by the corrections)."""
         cost, spared = self.cost, shares.spared
         gradient = np.zeros(len(self._x))

@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from zeroresize.plan.group import Shares
+from zeroresize.plan.group import Workshares
 from zeroresize.policy.speed.change_of_level import change_of_level
 from zeroresize.policy.speed.meter import Reading, SpeedMeter, bounded
 from zeroresize.policy.speed.noise import JUMP
@@ -57,7 +57,7 @@ class RankEstimator:
     _gemm: SpeedMeter = field(default_factory=SpeedMeter, init=False)
     _gather_fill: SpeedMeter = field(default_factory=SpeedMeter, init=False)
     #: The plan of the last multiplications, whether it was forced, and what the rank owned when the rest was measured.
-    _shares: Shares = field(default_factory=Shares, init=False)
+    _shares: Workshares = field(default_factory=Workshares, init=False)
     _owned: float = field(default=1.0, init=False)
     _is_forced: bool = field(default=False, init=False)
     #: Whether the speed of the multiplications has jumped since the rest was measured.
@@ -92,7 +92,7 @@ class RankEstimator:
         scale = math.exp(self._gather_fill.level) if self._gather_fill.is_known else 1.0
         return RankTimes(rest_s, gemm_s, scale, self.cost, deviation, self._moving_rest[0])
 
-    def learn(self, steps: Sequence[StepTimes], *, by_moves: bool = False) -> None:
+    def learn(self, steps: Sequence[StepTimes], *, by_moves: bool = False, moving_weights: float = 0.0) -> None:
         """Take the steps of an interval, plan by plan in the order in which they were made.
 
         Left out are times that no step can have taken, and of a rank that computes no products what these take.
@@ -100,6 +100,7 @@ class RankEstimator:
         Args:
             by_moves: whether training alone tells what products take at other shares, as of hosts' own forwards: what a
                 move changes beside the rest is then the curve, unless the rest has changed alike.
+            moving_weights: share of the weights that are updated in which units can change hands.
         """
         steps = [step for step in steps if step.is_possible]
         if steps:
@@ -110,7 +111,7 @@ class RankEstimator:
             meter.pass_interval()
         for _, alike in itertools.groupby(steps, key=lambda step: step.shares.work):
             for level in self._levels(list(alike)):
-                self._learn_level(level, by_moves)
+                self._learn_level(level, by_moves, moving_weights)
 
     def compare(self, owned: float, ratio: float) -> None:
         """Learn from products at even shares and at those in force that were timed in turn, apart from training.
@@ -121,7 +122,7 @@ class RankEstimator:
         """
         if not (owned > 0.0 and LEAST_SECONDS < ratio < MOST_SECONDS) or owned == 1.0:
             return
-        executed, gradient = self._curve.executed(Shares(owned=owned))
+        executed, gradient = self._curve.executed(Workshares(owned=owned))
         surprise, variance = math.log(ratio) - executed, _COMPARISON_ERROR**2
         if surprise**2 > JUMP**2 * (self._curve.variance(gradient) + variance):  # what was seen outweighs beliefs
             self._curve.widen(surprise**2)
@@ -145,7 +146,7 @@ class RankEstimator:
             before, now = self._gemm.level - self._curve.executed(self._shares)[0], math.log(seconds) - mean
             self._has_jumped |= abs(now - before) > 2.0 * _REFERENCE_ERROR
             self._gemm.put(now, variance + _REFERENCE_ERROR**2)
-            self._shares, self._is_forced = Shares(), False
+            self._shares, self._is_forced = Workshares(), False
 
     def _levels(self, steps: list[StepTimes]) -> list[list[StepTimes]]:
         """Steps under one plan, split where the rank's speed changed.
@@ -162,10 +163,13 @@ class RankEstimator:
         is_slower = usual_of([step.busy_s for step in after]) > usual_of([step.busy_s for step in before])
         return [before] if is_slower and 2 * len(after) < len(steps) else [before, after]
 
-    def _learn_level(self, steps: Sequence[StepTimes], by_moves: bool) -> None:
+    def _learn_level(self, steps: Sequence[StepTimes], by_moves: bool, moving_weights: float) -> None:
         """Steps of one plan at one speed."""
         shares = steps[-1].shares
         rest, gemm = zip(*map(log_parts, steps), strict=True)
+        if shares.owned == 1.0 and self._moving_rest[1] >= UNKNOWN**2:  # no move has told yet
+            update = usual_of([step.update_s / math.exp(log_s) for step, log_s in zip(steps, rest, strict=True)])
+            self._moving_rest = MOVING_REST + (moving_weights - MOVING_REST) * min(update, 1.0), UNKNOWN**2
         (part, slope), (part_before, slope_before) = map(self._rest_part, (shares.owned, self._owned))
         change, change_variance = math.log(part / part_before), (slope - slope_before) ** 2 * self._moving_rest[1]
         is_first = not self._rest.is_known  # which stands beside no other plan

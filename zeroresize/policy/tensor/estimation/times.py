@@ -11,20 +11,20 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from zeroresize.plan.group import Shares
+from zeroresize.plan.group import Workshares
 from zeroresize.policy.tensor.costs import LEAST_SHARE, MOST, ResizingCost
 from zeroresize.utils.usual import middle_of, usual_of
 
 #: Of a step in which a rank computes its own products and no others.
-WHOLE = Shares()
+WHOLE = Workshares()
 #: A plan is to hold for so many intervals: in these a change has to pay, and a rank's speed drifts on.
 DURATION = 5.0
 #: Of a step's busy time a part is not known more finely.
 LEAST_PART = 1e-4
 #: No step multiplies for less or takes longer.
 LEAST_SECONDS, MOST_SECONDS = LEAST_SHARE, MOST
-#: Of the rest of a step, the share that moves along when units do: what lies between the layers of a segment. What is
-#: believed before it was seen, and the most.
+#: Of the rest of a step, the share that moves along when units do: what lies between the layers of a segment, and what
+#: updates their weights. What is believed of all but the update before it was seen, and the most of the rest.
 MOVING_REST, MOST_MOVING_REST = 0.2, 0.9
 
 
@@ -41,17 +41,19 @@ class StepTimes:
         wait_s: the rest of the time between the two ends, waiting in collectives.
         outside_s: the part of ``busy_s`` before the first balanced layer of each forward, as for fetching a batch.
         outside_wait_s: the part of ``wait_s`` there.
+        update_s: the part of ``busy_s`` after the last backward, as for the optimizer's step.
         layers: by name, what the products of each layer took that had any, in forward and backward together.
     """
 
     busy_s: float
     gemm_s: float
     gather_fill_s: float
-    shares: Shares = WHOLE
+    shares: Workshares = WHOLE
     is_forced: bool = False
     wait_s: float = 0.0
     outside_s: float = 0.0
     outside_wait_s: float = 0.0
+    update_s: float = 0.0
     layers: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     @property
@@ -171,4 +173,5 @@ def usual_step(steps: Sequence[StepTimes]) -> StepTimes:
         shares=steps[-1].shares,
         is_forced=steps[-1].is_forced,
         wait_s=middle_of([step.wait_s for step in steps]),
+        update_s=usual_of([step.update_s for step in steps]),
     )

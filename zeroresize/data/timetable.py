@@ -37,7 +37,7 @@ class Part(NamedTuple):
     square: float
 
 
-class Schedule:
+class Timetable:
     """Holds how this rank's batches are cut in all steps to come; it can be pickled for workers.
 
     Steps are counted from 0 over all epochs.
