@@ -1,7 +1,7 @@
 """Train a small model on two ranks of this machine, one of them slow for a while: without balancing, and with it.
 
-Feed-forward blocks are split by torch's parallelize_module over two processes of a thread each, which reach each other
-over loopback alone; data are random. Rank 1's products take CHI times as long in the middle of the run. What
+The blocks of a transformer are split by torch's parallelize_module over two processes of a thread each, which reach
+each other over loopback alone; data are random. Rank 1's products take CHI times as long in the middle of the run. What
 the balancer tells is written to FOLDER/status.jsonl, for `zeroresize live`. Ctrl-C ends all.
 """
 

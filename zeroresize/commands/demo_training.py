@@ -1,4 +1,4 @@
-"""What the ranks of ``zeroresize demo`` do: they train a small model, phase by phase."""
+"""What the ranks of ``zeroresize demo`` do: they train blocks of a transformer, phase by phase."""
 
 from __future__ import annotations
 
@@ -8,18 +8,40 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import zeroresize as zr
 from zeroresize.commands.ranks import LIMIT, Member
 
-_WIDTH, _NUM_BLOCKS, _NUM_CLASSES = 256, 3, 10
-_BATCH, _UPDATE_EVERY = 384, 5
+_WIDTH, _HEAD, _NUM_BLOCKS, _NUM_CLASSES = 256, 16, 2, 10
+_BATCH, _TOKENS, _UPDATE_EVERY = 8, 48, 5
 
 #: Its share of all seconds, χ by rank, and whether balancing is on.
 Phase = tuple[float, Mapping[int, float], bool]
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer of x [B, S, WIDTH]; a rank has as many heads and neurons as its layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(_WIDTH, _WIDTH) for _ in range(4))
+        self.up, self.down = nn.Linear(_WIDTH, 4 * _WIDTH), nn.Linear(4 * _WIDTH, _WIDTH)
+        self.before, self.between = nn.LayerNorm(_WIDTH), nn.LayerNorm(_WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.before(x)
+        heads = (layer(normed).unflatten(2, (-1, _HEAD)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        x = x + self.out(nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+        return x + self.down(torch.relu(self.up(self.between(x))))
+
+    @property
+    def segments(self) -> list[zr.Segment]:
+        """What may move between ranks, once the layers are split."""
+        heads = zr.Segment([self.q, self.k, self.v], self.out, unit_size=_HEAD, kind="heads")
+        return [heads, zr.Segment([self.up], self.down, kind="neurons")]
 
 
 def train(
@@ -33,14 +55,12 @@ def train(
     torch.manual_seed(0)  # equal weights and batches on all ranks
     dist.init_process_group("gloo", store=member.store, rank=member.rank, world_size=member.num_ranks, timeout=LIMIT)
     mesh = init_device_mesh("cpu", (member.num_ranks,))
-    blocks = [
-        nn.Sequential(nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, 4 * _WIDTH), nn.ReLU(), nn.Linear(4 * _WIDTH, _WIDTH))
-        for _ in range(_NUM_BLOCKS)
-    ]
+    blocks = [Block() for _ in range(_NUM_BLOCKS)]
     model = nn.Sequential(*blocks, nn.Linear(_WIDTH, _NUM_CLASSES))
     for block in blocks:
-        parallelize_module(block, mesh, {"1": zr.ColwiseParallel(), "3": zr.RowwiseParallel()})
-    zr.convert(model, segments=[zr.Segment([block[1]], block[3], kind="neurons") for block in blocks])
+        plan = {name: zr.ColwiseParallel() for name in ("q", "k", "v", "up")}
+        parallelize_module(block, mesh, {**plan, "out": zr.RowwiseParallel(), "down": zr.RowwiseParallel()})
+    zr.convert(model, segments=[segment for block in blocks for segment in block.segments])
     optimizer = torch.optim.AdamW(model.parameters())
     tells = zr.JsonLinesTelemetry(path) if member.rank == 0 else None
     balancer = zr.Balancer(model, optimizer, zr.BalanceConfig(update_every=_UPDATE_EVERY), on_status=tells)
@@ -48,8 +68,8 @@ def train(
     def update() -> float:
         began = time.perf_counter()
         for _ in range(_UPDATE_EVERY):
-            x, target = torch.randn(_BATCH, _WIDTH), torch.randint(_NUM_CLASSES, (_BATCH,))
-            nn.functional.cross_entropy(model(x), target).backward()
+            x, target = torch.randn(_BATCH, _TOKENS, _WIDTH), torch.randint(_NUM_CLASSES, (_BATCH,))
+            nn.functional.cross_entropy(model(x).mean(1), target).backward()
             optimizer.step()
             optimizer.zero_grad()
             balancer.step()
