@@ -46,10 +46,12 @@ def test_a_recorded_job_names_the_slow_rank_and_what_dividing_saves(capsys):
     usual_s = min(step.busy_s for step in job.steps[0])
     step_s = sum(step.busy_s + step.wait_s for step in job.steps[1]) / 4
     assert savings_of(job) == {BY_SPEED: pytest.approx(divided_by_speed(usual_s, sum(ADDED_S) / 4) / step_s, rel=0.25)}
+    assert job.waits[("default_pg", "all_reduce")][0] > 10 * job.waits[("default_pg", "all_reduce")][1]
     assert job.notes == []
     text = output(capsys, TRACES)
     assert "It will pay while this lasts: rank 1 is late by matrix products" in text
     assert "with DataBalancer." in text
+    assert "rank 0    ····" in text
 
 
 def test_a_rank_that_an_injector_slows_is_named_by_its_traces(run_ranks, tmp_path):
@@ -119,11 +121,15 @@ def nccl_trace(path, rank, product_us, waits_us, *, clock_us, groups=("tp",), ma
     path.write_text(json.dumps({"schemaVersion": 1, "distributedInfo": info, "traceEvents": events}))
 
 
-def test_nccl_kernels_tell_waits_and_products_whatever_the_clocks_say(tmp_path, capsys):
+def test_nccl_kernels_tell_waits_by_group_and_products_whatever_the_clocks_say(tmp_path, capsys):
     nccl_trace(tmp_path / "a.json", 0, 1000.0, (2000.0, 0.0), clock_us=5e12, groups=("tp", "dp"))
     nccl_trace(tmp_path / "b.json", 1, 3000.0, (0.0, 300.0), clock_us=7e6, groups=("tp", "dp"))
     job = job_of([tmp_path / "b.json", tmp_path / "a.json"])
     assert job.ranks == [0, 1]
+    assert job.waits == {
+        ("tp [0, 1]", "allreduce"): pytest.approx({0: 3 * 2000e-6, 1: 0.0}, abs=1e-6),
+        ("dp [0, 1]", "allreduce"): pytest.approx({0: 0.0, 1: 3 * 300e-6}, abs=1e-6),
+    }
     assert [step.busy_s for step in job.steps[0]] == pytest.approx([1300e-6] * 3, abs=1e-6)
     assert [step.products_s for step in job.steps[1]] == pytest.approx([3000e-6] * 3, abs=1e-6)
     (straggler,) = stragglers_of(job)
@@ -135,7 +141,9 @@ def test_nccl_kernels_tell_waits_and_products_whatever_the_clocks_say(tmp_path, 
     assert saved["exact"] == pytest.approx(1500 / 3800, rel=0.02)
     assert saved["zero-pri"] == pytest.approx(2000 / 3800, rel=0.02)
     text = output(capsys, tmp_path)
-    assert "rank 1     2.54" in text
+    assert "rank 1    ▓▓▓" not in text
+    assert "rank 1    ███" in text
+    assert text.index("tp [0, 1]") < text.index("dp [0, 1]")
     assert "39 % with Balancer in mode exact where they are tensor parallel" in text
 
 
@@ -149,6 +157,7 @@ def test_what_a_collective_takes_beside_computing_is_no_wait(tmp_path):
     ]
     path.write_text(json.dumps(trace | {"traceEvents": trace["traceEvents"] + hidden}))
     job = job_of(sorted(tmp_path.iterdir()))
+    assert job.waits[("tp [0, 1]", "allreduce")][1] == pytest.approx(6000e-6, abs=1e-6)
     assert [step.wait_s for step in job.steps[1]] == pytest.approx([600e-6] * 3, abs=1e-6)
 
 
@@ -170,7 +179,24 @@ def test_an_op_that_waits_for_a_collective_is_no_computing(tmp_path):
     job = job_of(sorted(tmp_path.iterdir()))
     assert [step.wait_s for (step,) in job.steps] == pytest.approx([4000e-6, 500e-6], abs=1e-6)
     assert [step.products_s for (step,) in job.steps] == pytest.approx([1000e-6] * 2, abs=1e-6)
+    assert job.waits == {("?", "all_reduce"): pytest.approx({0: 3500e-6, 1: 0.0}, abs=1e-6)}
     assert job.notes[0] == "traces do not say of which rank they are: counted as given"
+
+
+def test_sends_and_receives_wait_for_what_is_beyond_the_shortest_of_their_kind(tmp_path):
+    for rank in range(2):
+        nccl_trace(tmp_path / f"{rank}.json", rank, 1000.0, (0.0,), clock_us=0.0)
+        text = (tmp_path / f"{rank}.json").read_text().replace("allreduce", ("send", "recv")[rank])
+        trace = json.loads(text)
+        calls = [event for event in trace["traceEvents"] if event["name"].startswith("nccl")]
+        for call, more in zip(calls, (0.0, 0.0, 50.0, 70.0), strict=True):
+            call["dur"] += more * rank
+        (tmp_path / f"{rank}.json").write_text(json.dumps(trace))
+    waits = job_of(sorted(tmp_path.iterdir())).waits
+    assert waits == {
+        ("tp [0, 1]", "send"): pytest.approx({0: 0.0}),
+        ("tp [0, 1]", "recv"): pytest.approx({1: 120e-6}, abs=1e-6),
+    }
 
 
 def test_a_late_loader_is_named_and_not_what_dividing_work_mends(tmp_path, capsys):
@@ -201,7 +227,7 @@ def test_what_traces_do_not_tell_is_said(tmp_path, capsys, change, note):
     assert f"note: {note}" in text
     says_nothing = "Whether it will pay cannot be said" in text
     assert says_nothing == ("groups" in change)
-    assert ("steps 0 to 0;" in text) == ("marked" in change)
+    assert ("rank 1    █\n" in text) == ("marked" in change)
 
 
 def test_other_json_of_a_runs_folder_is_passed_over(tmp_path, capsys):
@@ -218,6 +244,16 @@ def test_of_one_rank_nothing_is_compared(tmp_path, capsys):
     assert "note: of 2 ranks there are traces of rank 0 alone" in text
     assert "straggler" not in text
     assert "Whether it will pay cannot be said" in text
+
+
+def test_gloo_of_several_groups_does_not_say_which(tmp_path):
+    for rank in range(2):
+        trace = json.loads(gzip.decompress((TRACES / f"ddp_rank{rank}.json.gz").read_bytes()))
+        trace["distributedInfo"]["pg_config"] *= 2
+        (tmp_path / f"{rank}.json").write_text(json.dumps(trace))
+    job = job_of(sorted(tmp_path.iterdir()))
+    assert list(job.waits) == [("?", "all_reduce")]
+    assert job.notes == ["gloo's events do not say of which group they are: all groups count together"]
 
 
 def test_only_steps_of_all_traces_count(tmp_path):
@@ -255,8 +291,9 @@ def test_statuses_tell_the_same_of_a_job(tmp_path, capsys):
     assert straggler == (2, 2.0, [20, 30, 40], "rest", pytest.approx(3.0))
     assert slowness_of(job)[2] == [1.0, 2.0, 2.0, 2.0]
     text = output(capsys, path)
-    assert "3 of 4, 20 to 40" in text
+    assert "rank 2    ·▓▓▓" in text
     assert "rank 2 is late by other computing" in text
+    assert "waits in group" not in text
 
 
 def test_a_job_that_is_balanced_says_what_it_has_saved(tmp_path):
@@ -264,6 +301,11 @@ def test_a_job_that_is_balanced_says_what_it_has_saved(tmp_path):
     (job,) = jobs_of([str(path)])
     said = advice(job, stragglers_of(job), savings_of(job))
     assert said == "It pays already: dividing samples otherwise has saved 1 min 30 s so far."
+
+
+def test_no_rank_that_is_slow_is_no_reason_to_balance(tmp_path, capsys):
+    path = written(tmp_path / "run.jsonl", [status(10, [1.0, 1.02]), status(20, [1.03, 1.0])])
+    assert "It will not pay as long as no rank is slower than the others." in output(capsys, path)
 
 
 def test_a_kind_that_tells_no_step_has_stragglers_too(tmp_path):
@@ -285,9 +327,13 @@ def test_other_lines_beside_traces_are_passed_over(tmp_path, capsys):
     assert "rank 0; steps" in output(capsys, tmp_path)
 
 
-def test_no_rank_that_is_slow_is_no_reason_to_balance(tmp_path, capsys):
-    path = written(tmp_path / "run.jsonl", [status(10, [1.0, 1.02]), status(20, [1.03, 1.0])])
-    assert "It will not pay as long as no rank is slower than the others." in output(capsys, path)
+def test_a_long_run_fits_the_terminal(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    slow = [status(step, [1.0, 3.0 if step == 400 else 1.0]) for step in range(500)]
+    text = output(capsys, written(tmp_path / "run.jsonl", slow))
+    (row,) = (line for line in text.splitlines() if line.startswith("rank 1    "))
+    assert row.count("█") == 1
+    assert 20 < len(row) <= 40
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
-"""Reads torch.profiler's Chrome traces, one of each rank: what a step's seconds went to.
+"""Reads torch.profiler's Chrome traces, one of each rank: what a step's seconds went to, and who waited in collectives.
 
-Clocks of ranks differ, so no times of two are compared, but lengths.
+Clocks of ranks differ, so no times of two are compared, but lengths: what a rank waited in a collective is its length
+less the shortest of the same one on any rank; of sends and receives, less the shortest of their kind.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 import re
 import zlib
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,17 +45,18 @@ class Job:
     steps: list[list[WatchedStep]]  # [R][S]
     notes: list[str]
     kind: str = ""  # what is divided, as in a Status; empty where that is not known
-    has_waits: bool = True  # false where no collectives are in traces
+    waits: dict[tuple[str, str], dict[int, float]] | None = None  # by group and collective, and rank; a status has none
     causes: dict[int, str] = field(default_factory=dict)  # of ranks, where the job has said them
     saved_s: float = 0.0  # by balancing, so far
 
 
 class RankTrace:
-    """What a trace tells of its rank, in seconds of its clock: spans of steps by number."""
+    """What a trace tells of its rank, in seconds of its clock: spans of steps by number, of collectives by kind."""
 
     def __init__(self, content: Any) -> None:
         header = content.get("distributedInfo", {})
         self.rank, self.num_ranks = int(header.get("rank", -1)), int(header.get("world_size", 0))
+        groups = [group.get("pg_desc", "?") for group in header.get("pg_config", ()) if group.get("pg_size") != 1]
         events: list[Event] = [event for event in content["traceEvents"] if event["ph"] in "Xs" and "cat" in event]
         complete = [event for event in events if event["ph"] == "X" and event["cat"] != "Trace"]
         kernels = [event for event in complete if event["cat"] == "kernel"]
@@ -69,7 +72,9 @@ class RankTrace:
             self.steps = {0: (min(begin for begin, _ in spans), max(end for _, end in spans))}
         prefix = "nccl" if kernels else "gloo:"
         sent = [event for event in kernels or complete if event["name"].startswith(prefix)]
-        self.has_collectives = bool(sent)
+        self.collectives: dict[tuple[str, str], list[Span]] = defaultdict(list)
+        for event in sorted(sent, key=_span):
+            self.collectives[_group_and_kind(event, groups)].append(_span(event))
         computing = [event for event in kernels if not event["name"].startswith(prefix)] or _computing_ops(complete)
         forwards = computing if kernels else [event for event in events if event["cat"] == "fwdbwd"]
         products = [event for event in computing if _PRODUCT.match(event["name"])]
@@ -85,6 +90,11 @@ class RankTrace:
         wait_s, early_s = self._waited_s(begin, end), self._waited_s(begin, first)
         products_s = _lasting(self._products, begin, end) or math.nan
         return WatchedStep(end - begin - wait_s, wait_s, first - begin - early_s, products_s)
+
+    def lengths(self, key: tuple[str, str], number: int) -> list[float]:
+        """Return how long collectives that began in a step took, in order."""
+        begin, end = self.steps[number]
+        return [last - first for first, last in self.collectives.get(key, ()) if begin <= first < end]
 
     def _waited_s(self, begin: float, end: float) -> float:
         return _lasting(self._occupied, begin, end) - _lasting(self._computing, begin, end)
@@ -108,7 +118,7 @@ def job_of(paths: Sequence[Path]) -> Job:
     if not numbers:
         raise CommandError(f"{', '.join(map(str, paths))}: no step is in all of these traces; profile the same steps")
     world = max(trace.num_ranks for trace in traces)
-    has_waits = any(trace.has_collectives for trace in traces)
+    keys = {key for trace in traces for key in trace.collectives}
     notes = {
         f"of {world} ranks there are traces of {named_ranks(ranks)} alone: waits may be longer": len(ranks) < world,
         "traces do not say of which rank they are: counted as given": any(trace.rank < 0 for trace in traces),
@@ -116,7 +126,10 @@ def job_of(paths: Sequence[Path]) -> Job:
             each.are_marked for each in traces
         ),
         "only steps that are in every trace count": any(len(trace.steps) > len(numbers) for trace in traces),
-        "no collectives are in the traces (of NCCL they are kernels: profile ProfilerActivity.CUDA)": not has_waits,
+        "no collectives are in the traces (of NCCL they are kernels: profile ProfilerActivity.CUDA)": not keys,
+        "gloo's events do not say of which group they are: all groups count together": any(
+            group == "?" for group, _ in keys
+        ),
     }
     return Job(
         name=", ".join(map(str, paths[:2])) + (", …" if len(paths) > 2 else ""),
@@ -125,8 +138,22 @@ def job_of(paths: Sequence[Path]) -> Job:
         steps=[[of_rank[rank].step(number) for number in numbers] for rank in ranks],
         notes=[note for note, holds in notes.items() if holds],
         kind="samples" if any(trace.is_data_parallel for trace in traces) else "",
-        has_waits=has_waits,
+        waits={key: _waits(key, of_rank, numbers) for key in sorted(keys)},
     )
+
+
+def _waits(key: tuple[str, str], of_rank: dict[int, RankTrace], numbers: Sequence[int]) -> dict[int, float]:
+    """Seconds for which each rank waited in collectives of a kind; calls are matched in order within a step."""
+    members = [rank for rank, trace in of_rank.items() if key in trace.collectives]
+    shortest_s = min(end - begin for rank in members for begin, end in of_rank[rank].collectives[key])
+    waits_s = dict.fromkeys(members, 0.0)
+    for number in numbers:
+        lengths = [of_rank[rank].lengths(key, number) for rank in members]
+        are_matched = len(set(map(len, lengths))) == 1 and not re.search("send|recv", key[1], re.IGNORECASE)
+        for rank, of_calls in zip(members, lengths, strict=True):
+            least_s = map(min, zip(*lengths, strict=True)) if are_matched else [shortest_s] * len(of_calls)
+            waits_s[rank] += math.fsum(of_calls) - math.fsum(least_s)
+    return waits_s
 
 
 def is_trace(path: Path) -> bool:
@@ -159,6 +186,16 @@ def _marked_steps(events: Iterable[Event], category: str) -> dict[int, Span]:
             known = steps.get(int(mark[1]), (begin, end))  # each stream has a mark
             steps[int(mark[1])] = min(begin, known[0]), max(end, known[1])
     return {number: (steps.get(number - 1, span[:1])[-1], span[1]) for number, span in steps.items()}
+
+
+def _group_and_kind(event: Event, groups: Sequence[str]) -> tuple[str, str]:
+    if event["name"].startswith("gloo:"):
+        return groups[0] if len(groups) == 1 else "?", event["name"].removeprefix("gloo:")
+    known = event.get("args", {})
+    name = known.get("Process Group Description") or known.get("Process Group Name", "")
+    kernel = re.match(r"nccl(?:Dev)?Kernel_?([A-Za-z]+)", event["name"])
+    kind = known.get("Collective name") or (kernel[1] if kernel else event["name"])
+    return f"{name} {known.get('Process Group Ranks', '')}".strip(), kind
 
 
 def _computing_ops(events: Sequence[Event]) -> list[Event]:

@@ -1,4 +1,4 @@
-"""Tell who straggled in a job, what each mode would have saved of its steps, and whether it will pay.
+"""Tell who straggled in a job, who waited, what each mode would have saved of its steps, and whether it will pay.
 
 TRACE is a trace that torch.profiler wrote by export_chrome_trace, one of each rank (.json, .json.gz), with steps
 marked by profiler.step(); or a file of status (.jsonl) that a job wrote by Balancer(…, on_status=zr.JsonLinesTelemetry(
@@ -36,6 +36,10 @@ from zeroresize.utils.usual import middle_of, usual_of_others
 _LEAST = 0.05
 #: Of a rank; and so many updates with the same times: what is decided then stays.
 _NUM_UNITS, _NUM_UPDATES = 1024, 30
+#: By how many times as long as the others a step takes, each shade from so much on.
+_SHADES = {0.0: "·", 1.1: "░", 1.25: "▒", 1.6: "▓", 2.5: "█"}
+#: Of a line of the map.
+_MOST_CELLS = 110
 BY_SPEED = "work by speed"
 
 
@@ -94,7 +98,7 @@ def _job_of_statuses(path: Path, statuses: Sequence[Status]) -> Job:
     kind = "" if newest.kind == "nothing" else newest.kind
     saved_s = newest.saved_s if kind else 0.0
     ranks = [each.rank for each in newest.ranks]
-    return Job(str(path), ranks, [status.step for status in statuses], steps, notes, kind, True, causes, saved_s)
+    return Job(str(path), ranks, [status.step for status in statuses], steps, notes, kind, None, causes, saved_s)
 
 
 def slowness_of(job: Job) -> list[list[float]]:
@@ -151,7 +155,7 @@ def _savings_of_modes(windows: Sequence[StepWindow]) -> dict[str, float]:
 
 def advice(job: Job, stragglers: Sequence[Straggler], savings: dict[str, float]) -> str:
     """Return in one sentence whether balancing will pay."""
-    if len(job.ranks) < 2 or not job.has_waits:
+    if len(job.ranks) < 2 or job.waits == {}:
         return "Whether it will pay cannot be said: give traces of all ranks, with their collectives."
     if job.saved_s > 0.0:
         return f"It pays already: dividing {job.kind} otherwise has saved {duration_text(job.saved_s)} so far."
@@ -171,7 +175,7 @@ def advice(job: Job, stragglers: Sequence[Straggler], savings: dict[str, float])
 
 
 def show(job: Job, screen: Any) -> None:
-    """Print what is known of a job."""
+    """Print what is known of a job; shades are characters, in no colour."""
     numbers, can_compare = job.numbers, len(job.ranks) > 1
     stragglers, savings = (stragglers_of(job), savings_of(job)) if can_compare else ([], {})
     title = f"{named_ranks(job.ranks)}; steps {numbers[0]} to {numbers[-1]}; {job.name}"
@@ -191,9 +195,30 @@ def show(job: Job, screen: Any) -> None:
             for rank, times, slow, cause, late_s in stragglers
         ]
         screen.print("", table_of(headings, rows), sep="\n")
+    if can_compare:
+        _show_map(screen, job)
+    if can_compare and job.waits:
+        waits = sorted(job.waits.items(), key=lambda item: max(item[1].values()), reverse=True)
+        texts_of_waits = [(*key, *(_wait_text(of_rank, which) for which in (max, min))) for key, of_rank in waits]
+        screen.print("", table_of(("waits in group", "collective", "longest", "shortest"), texts_of_waits), sep="\n")
     if savings:
         shares = {name: percent_text(saved) for name, saved in savings.items()}
         texts = dict.fromkeys(shares.values())
         modes = [(", ".join(name for name in shares if shares[name] == text), text) for text in texts]
         screen.print("", table_of(("divided, or mode", "saves of a step, at most"), modes), sep="\n")
     screen.print(f"\n{advice(job, stragglers, savings)}", style="bold", soft_wrap=True)
+
+
+def _show_map(screen: Any, job: Job) -> None:
+    per_cell = math.ceil(len(job.numbers) / min(max(screen.width - 10, 8), _MOST_CELLS))
+    legend = ", ".join(f"{shade} {least:g}" for least, shade in _SHADES.items() if least)
+    screen.print(f"\ntimes as long as the others, step by step: {legend} or more")
+    for rank, times in zip(job.ranks, slowness_of(job), strict=True):
+        cells = (max(times[place : place + per_cell]) for place in range(0, len(times), per_cell))
+        shades = "".join([shade for least, shade in _SHADES.items() if each >= least][-1] for each in cells)
+        screen.print(f"{f'rank {rank}':<9} {shades}")
+
+
+def _wait_text(seconds: dict[int, float], which: Any) -> str:
+    rank = which(seconds, key=seconds.__getitem__)
+    return f"rank {rank}: {duration_text(seconds[rank])}"
