@@ -282,7 +282,8 @@ class GroupDecision:
 
     def _account(self, measured: Sequence[RankTimes], num_steps: int) -> None:
         """Note who is slow, and add up what the plan in force has saved since the last update."""
-        since, self._decided_at = num_steps - self._decided_at, num_steps
+        # Of steps before a run was resumed, or without balancing, this plan has saved nothing.
+        since, self._decided_at = min(num_steps - self._decided_at, self._config.update_every), num_steps
         home = self.controller.ownership.home
         self.even_step_s = self.controller.predict_step_s(self.controller.whole_plan(home))
         step_s = self.controller.predict_step_s(self.plan)

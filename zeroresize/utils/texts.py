@@ -20,9 +20,7 @@ class CauseTexts(NamedTuple):
 
 TEXTS_OF_CAUSES = {
     "products": CauseTexts("matrix products", "matrix products take longer", "check clocks and cooling of {node}"),
-    "rest": CauseTexts(
-        "other computing", "what it computes besides products takes longer", "look for other programs on {node}"
-    ),
+    "rest": CauseTexts("other computing", "other computing takes longer", "look for other programs on {node}"),
     "loader": CauseTexts(
         "its data loader", "it comes late to the model", "give it more loader workers or faster storage"
     ),

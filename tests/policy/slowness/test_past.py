@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from zeroresize.policy.slowness.group_slowness import GroupSlowness
+from zeroresize.policy.slowness.group_slowness import GroupSlowness, PastSlowness, SlownessEvent, SlowRank, WatchReport
 from zeroresize.policy.slowness.lines import lines_of
 from zeroresize.policy.slowness.surroundings import GpuState, Place, Surroundings
 from zeroresize.policy.slowness.windows import StepWindow
@@ -32,7 +32,7 @@ class Run:
             parts = [{**PARTS, **parts_of(rank, self.number)} for rank in range(self.num_ranks)]
             for each in parts:
                 factor = math.exp(self.draw.normal(0.0, self.noise)) if self.noise else 1.0
-                each["busy"] = factor * (each["loader"] + each["products"] + each["rest"])
+                each.setdefault("busy", factor * (each["loader"] + each["products"] + each["rest"]))
             latest_s = max(each["busy"] for each in parts)
             waits_s = [latest_s - each["busy"] + each["link"] for each in parts]
             step_s = latest_s + max(each["link"] for each in parts)
@@ -108,6 +108,9 @@ def test_of_two_groups_that_is_told_in_which_all_wait_longer():
         lambda rank, number: {key: PARTS[key] * (1.0 + number / 50) for key in ("products", "inputs")},  # longer rows
         lambda rank, number: {key: PARTS[key] * (1.0 + number * 7 % 11) for key in ("products", "inputs")},
         lambda rank, number: {"products": 0.018, "work": 2.0} if rank == 1 else {"work": 1.0},  # on one rank
+        # Rows that are a little longer, where time grows with their square, and a little less work with a fixed part.
+        lambda rank, number: {"products": 0.0117, "inputs": 1090.0} if number > 60 else {},
+        lambda rank, number: {"work": 0.905} if number > 60 else {"work": 1.0},
         lambda rank, number: {"products": 0.018, "inputs": 2000.0} if number < 20 else {},  # warm-up
         lambda rank, number: {key: PARTS[key] * (2.0 if number < 8 else 1.0) for key in ("products", "loader")},
     ],
@@ -123,6 +126,62 @@ def test_after_other_work_the_past_is_learned_anew():
     assert run.rounds(60, lambda *_: {"products": 0.018, "inputs": 2000.0}) == []
     (line,) = run.rounds(20, lambda *_: {"products": 0.036, "inputs": 2000.0})
     assert line.startswith("all 2 ranks take 1.75 times as long as until step 1200")
+
+
+def waiting(waits_s_of, num_ranks=2, step_s_of=lambda is_late: 0.022 + 0.01 * is_late):
+    """Return the lines of rounds in which ranks wait as long as ``waits_s_of`` says, otherwise from round 60 on."""
+    group, lines = GroupSlowness(num_ranks), []
+    for number in range(1, 91):
+        step_s = step_s_of(number > 60)
+        windows = [StepWindow(number * EVERY, EVERY, 0.02, step_s, 0.0, math.nan) for _ in range(num_ranks)]
+        around = [Surroundings(waits_s_of(rank, number > 60)) for rank in range(num_ranks)]
+        lines += lines_of(group.update(windows, around), group.report(), compares_work=True)
+    return lines
+
+
+@pytest.mark.parametrize(
+    "place",
+    [Place("rank 5 of the job"), Place("group tp", 0, 4), Place(""), Place("group pp", 0, 1)],
+    ids=["a peer", "a group of others, too", "unknown", "alone"],
+)
+def test_what_others_may_be_late_for_that_are_not_watched_is_no_link(place):
+    assert waiting(lambda rank, is_late: {place: 0.012 if is_late else 0.002}) == []
+
+
+def test_waits_that_are_longer_in_one_group_and_shorter_in_another_are_no_link():
+    def waits_s_of(rank, is_late):
+        return {PAIR: 0.012 if is_late else 0.002, Place("group dp", 0, 2): 0.002 if is_late else 0.012}
+
+    assert waiting(waits_s_of, step_s_of=lambda _: 0.034) == []
+
+
+def test_a_group_of_which_not_all_tell_their_waits_is_passed_over():
+    """Who comes last may wait longer in three other places."""
+    assert waiting(lambda rank, is_late: {ALL: 0.012 if is_late else 0.002} if rank else {}, num_ranks=4) == []
+
+
+def test_many_links_are_a_single_line():
+    def waits_s_of(rank, is_late):
+        return {Place(f"group {rank // 2}", rank - rank % 2, 2): 0.012 if is_late else 0.002}
+
+    (line,) = waiting(waits_s_of, num_ranks=16)
+    assert "; and 7 others alike; check the network of its node" in line
+
+
+def test_groups_of_a_name_are_one_and_those_ranks_are_told_that_wait_longer():
+    def waits_s_of(rank, is_late):
+        return {Place("group tp", rank - rank % 2, 2): 0.012 if is_late and rank in (4, 5) else 0.002}
+
+    (line,) = waiting(waits_s_of, num_ranks=16)
+    assert "ranks 4, 5 wait longer for collectives of group tp" in line
+
+
+def test_windows_without_timed_products_do_not_hide_them():
+    """As where numbers are exchanged more often than products are timed."""
+    run = Run(2)
+    run.rounds(60, lambda _, number: {} if number % 5 else {"products": math.nan, "busy": 0.013})
+    run.rounds(20, lambda *_: {"products": 0.018})
+    assert run.group.report().past[0].cause == "products"
 
 
 @pytest.mark.parametrize("noise", [0.002, 0.02, 0.1])
@@ -163,7 +222,10 @@ def test_surroundings_travel_as_equally_many_numbers():
             [GpuState("power", 60.0, 0.9), GpuState("power", 70.0, 0.6)],
             "products take longer, its GPU at 60 % of its cl",
         ),
-        ([GpuState("", 60.0, 1.0), GpuState("", 60.0, 1.0)], ": matrix products take longer; check clocks and cool"),
+        (
+            [GpuState("", 60.0, 1.0), GpuState("power", 60.0, 1.0)],
+            ": matrix products take longer; check clocks and cool",
+        ),
     ],
 )
 def test_a_line_tells_the_next_step_by_cause_and_state_of_the_gpu_in_200_characters(gpus, says):
@@ -179,3 +241,20 @@ def test_a_line_tells_the_next_step_by_cause_and_state_of_the_gpu_in_200_charact
     assert says in line and len(f"step 12345678: {line}") <= 200
     if gpus[1].clock == 1.0:  # the line has room for it
         assert "; rank 0 waits 33 % for collectives of all ranks" in line
+
+
+def test_no_line_is_longer_than_200_characters():
+    far, many = 12345678, tuple(range(1000, 2000))
+    gpus = tuple(GpuState("power", 70.0, 0.62 if rank == 1999 else 1.0) for rank in range(2000))
+    numbers = dict.fromkeys(("scores", "busy_s"), (1.0,) * 2000) | dict.fromkeys(
+        ("step_s", "cost_s", "share_saved"), 1.0
+    )
+    report = WatchReport(far, 2000, (), **numbers, nodes=("n" * 60,) * 2000, gpus=gpus)
+    place = "collectives of " + "n" * 24
+    slow = [SlowRank(1999, 12.34, far, far, far, cause, {}, far) for cause in ("products", "rest", "loader", "compute")]
+    slow += [PastSlowness(12.34, far, far, many, "link", place), PastSlowness(12.34, far, far, many, "rest")]
+    for kind in ("begins", "changes", "ends"):
+        for number in (1, 3):
+            for each in slow:
+                lines = lines_of([SlownessEvent(kind, each, 12.35)] * number, report, compares_work=False)
+                assert all(len(f"step {far}: {line}") <= 200 for line in lines)

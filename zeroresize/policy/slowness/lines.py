@@ -10,7 +10,7 @@ from zeroresize.status import LEAST_WAIT
 from zeroresize.utils.texts import TEXTS_OF_CAUSES, named_ranks, percent_text, seconds_text
 
 #: With the number of the step before it a line has 200 characters at most.
-_MOST_CHARACTERS = 186
+_MOST_CHARACTERS = 185
 _MOST_NODES = 2
 
 
@@ -33,17 +33,19 @@ def lines_of(events: Sequence[SlownessEvent], report: WatchReport, *, compares_w
 
 def _line(event: SlownessEvent, more: str, report: WatchReport, compares_work: bool) -> str:
     slow, before = event.slow, f"{event.times_before:.2f} times"
-    changed = f" now, {before} before" if event.kind == "changes" else ""
     more_work = "" if compares_work or slow.cause in ("loader", "link") else ", or {} more work"
     if isinstance(slow, PastSlowness):
-        line, lasted = past_line(slow, report, changed) + more_work.format("they have"), f"for {slow.num_steps} steps"
-        next_step = TEXTS_OF_CAUSES[slow.cause].next_step.format(node=_nodes(slow.ranks, report))
         again = f"{_who(slow, report)} are as fast as until step {slow.since_step} again: they took {before} as long "
-        return _joined(again + lasted, more) if event.kind == "ends" else _joined(line, more, next_step)
+        if event.kind == "ends":
+            return _joined(f"{again}for {slow.num_steps} steps", more)
+        changed = f"it was {before} before" if event.kind == "changes" else ""
+        next_step = TEXTS_OF_CAUSES[slow.cause].next_step.format(node=_nodes(slow.ranks, report))
+        return _joined(past_line(slow, report) + more_work.format("they have"), changed, more, next_step)
     if event.kind == "ends":
         since = f"from step {slow.since_step} on for {slow.num_steps} steps ({seconds_text(slow.seconds)})"
         line = f"rank {slow.rank} is as fast as the others again: it was {before} slower, {since}, which cost"
         return _joined(f"{line} {seconds_text(slow.cost_s)}", more)
+    changed = f" now, {before} before" if event.kind == "changes" else ""
     why, next_step = _why(slow, report)
     return _joined(
         f"rank {slow.rank} is {slow.times:.2f} times slower than the others{changed}, since step {slow.since_step}: "
@@ -57,12 +59,12 @@ def _line(event: SlownessEvent, more: str, report: WatchReport, compares_work: b
     )
 
 
-def past_line(slow: PastSlowness, report: WatchReport, changed: str = "") -> str:
+def past_line(slow: PastSlowness, report: WatchReport) -> str:
     """Return who takes longer than before, since when, by how much and why."""
     why = f"mostly {TEXTS_OF_CAUSES[slow.cause].name}"
     if slow.place:
         why = f"{named_ranks(slow.ranks)} {'wait' if len(slow.ranks) > 1 else 'waits'} longer for {slow.place}"
-    return f"{_who(slow, report)} take {slow.times:.2f} times as long as until step {slow.since_step}{changed}: {why}"
+    return f"{_who(slow, report)} take {slow.times:.2f} times as long as until step {slow.since_step}: {why}"
 
 
 def _who(slow: PastSlowness, report: WatchReport) -> str:
