@@ -281,10 +281,10 @@ class GroupSlowness:
         events = self._event_of_past(past.level, change, ranks, cause)
         if past.level.seems_slow or any(level.seems_slow for level in self._levels):
             return events
-        usual_s, (_, step_s, *works) = past.usual[:, 0].mean(), rows[:, :4].mean(axis=0)
+        usual_s, (_, step_s, *_, work, inputs) = past.usual[:, 0].mean(), rows.mean(axis=0)
         for place, sending_s in self._sending_s().items():
             link, most_s = self._links[place], usual_s + max(sending_s.values())
-            change = link.update(np.array([[most_s, step_s, *works]]))
+            change = link.update(np.array([[most_s, step_s, work, inputs]]))
             least_s = min(most_s, link.usual[0, 0] * math.sqrt(link.level.times)) - usual_s
             slower = sorted({rank for ranks, seconds in sending_s.items() if seconds >= least_s for rank in ranks})
             events += self._event_of_past(link.level, change, tuple(slower), "link", place)
@@ -294,7 +294,7 @@ class GroupSlowness:
         """Return whose busy time is longer than it was, and which part of it is most."""
         ratios, usual = self._past.ratios, (_rows(self._usual(FEW)), self._past.usual)
         ranks = np.flatnonzero(ratios >= min(math.sqrt(self._past.level.times), float(np.nanmedian(ratios))))
-        now, before = (StepWindow(0, 1, *each.mean(axis=0)[[0, 1, 4, 5]].tolist()) for each in usual)
+        now, before = (StepWindow(0, 1, *each.mean(axis=0)[:-2].tolist()) for each in usual)
         return tuple(ranks.tolist()), next(iter(shares_of_causes(now, [before])), "compute")
 
     def _sending_s(self) -> dict[str, dict[tuple[int, ...], float]]:
@@ -331,9 +331,9 @@ class GroupSlowness:
 
 
 def _rows(windows: Sequence[StepWindow]) -> Rows:
-    """[R, 6] the numbers of windows that a past follows, and two parts of the busy time."""
+    """[R, 6] the numbers of windows that a past follows, with two parts of the busy time."""
     step_s = max(window.step_s for window in windows)
-    return np.array([(w.busy_s, step_s, w.work, w.inputs, w.loader_s, w.products_s) for w in windows])
+    return np.array([(w.busy_s, step_s, w.loader_s, w.products_s, w.work, w.inputs) for w in windows])
 
 
 def _compared(windows: Sequence[StepWindow]) -> tuple[list[float], list[float]]:

@@ -1,6 +1,6 @@
 """What slows ranks of a group alike, which no comparison with the others shows: each against its own past.
 
-``R`` ranks, ``C`` numbers of each in a window: the busy time, the step, the counted work and the inputs come first.
+``R`` ranks, ``C`` numbers of each in a window: the busy time and the step first, counted work and inputs last.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Past:
         if len(self._known) < _FEWEST:
             self._learn(rows)
             return None
-        works = rows[:, 2:4] / self.usual[:, 2:4]
+        works = rows[:, -2:] / self.usual[:, -2:]
         are_like: NDArray[np.bool_] = np.logical_not(np.any(abs(works - 1.0) > ALIKE, axis=1))
         if 2 * int(are_like.sum()) <= len(rows):
             self._num_unlike += 1
