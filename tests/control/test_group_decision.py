@@ -50,3 +50,12 @@ def decided(moving_rests):
 def test_what_moves_along_with_units_is_that_of_the_model_by_the_mean_over_ranks():
     assert decided((0.1, 0.7)) == decided((0.7, 0.1)) == decided((0.4, 0.4)) != decided((0.7, 0.7))
     assert decided((0.4, 0.4)).owned[1] == pytest.approx(0.5, abs=0.2)  # units do move
+
+
+def test_a_plan_has_saved_nothing_before_the_run_was_resumed(monkeypatch):
+    decision = GroupDecision(BalanceConfig(update_every=10), 2, None)
+    monkeypatch.setattr(decision.controller, "predict_step_s", lambda plan: 1.0 if plan is decision.plan else 3.0)
+    times = RankTimes(0.5, 0.5, 1.0, ResizingCost.linear(0.5))
+    for num_steps in (5010, 5020):
+        decision._account([times, times], num_steps)
+    assert decision.saved_s == 2 * 10 * 2.0

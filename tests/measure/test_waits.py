@@ -4,6 +4,7 @@ import gc
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,7 +16,7 @@ from zeroresize.measure.step_timer import StepTimer
 
 def test_each_wait_is_that_of_its_group_or_for_its_peer(run_ranks):
     def run(rank, group):
-        mesh, pair, x = dist.new_group([0, 1], group_desc="mesh_dp"), dist.new_group([0, 1]), torch.ones(4)
+        dp, pair, x = dist.new_group([0, 1], group_desc="mesh_dp"), dist.new_group([0, 1]), torch.ones(4)
         timer = StepTimer(CpuClock())
 
         def places(call):
@@ -27,7 +28,7 @@ def test_each_wait_is_that_of_its_group_or_for_its_peer(run_ranks):
         started = []
         return [
             places(lambda: dist.all_reduce(x)),
-            places(lambda: dist.all_reduce(x, group=mesh)),
+            places(lambda: dist.all_reduce(x, group=dp)),
             places(lambda: dist.all_gather([torch.empty(4), torch.empty(4)], x, group=pair)),
             places(lambda: dist.send(x, 1) if rank == 0 else dist.recv(x, 0)),
             places(lambda: started.append(dist.broadcast(x, 0, group=pair, async_op=True))),
@@ -70,14 +71,31 @@ def test_listeners_come_and_go():
     assert None not in heard()
 
 
-def test_collectives_that_nobody_waits_for_are_forgotten(run_ranks, monkeypatch):
+def test_collectives_that_nobody_waits_for_are_forgotten(run_ranks):
+    """Else a later one, in a group of which nothing is known, would be taken for one of theirs."""
+
     def run(rank, group):
         timer, x = StepTimer(CpuClock()), torch.ones(1)
-        works = [dist.all_reduce(x, group=group, async_op=True) for _ in range(waits._MOST_STARTED + 10)]
-        kept = len(waits._started)
-        for work in works:
-            work.wait()
+        works = [dist.all_reduce(x, group=group, async_op=True) for _ in range(3)]
+        assert len(waits._started) == 3
+        works.pop().wait()
+        assert len(waits._started) == 2
+        while not all(work.is_completed() for work in works):
+            pass
+        works.clear()
+        gc.collect()
         timer.close()
-        return kept
+        return len(waits._started)
 
-    assert all(0 < kept <= waits._MOST_STARTED for kept in run_ranks(run, 2))
+    assert run_ranks(run, 2) == [0, 0]
+
+
+def test_what_others_wait_for_than_the_reducer_is_not_of_its_group(run_ranks):
+    def run(rank, group):
+        model = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
+        steps = ModelSteps(model)
+        model(funcol.wait_tensor(funcol.all_reduce(torch.ones(2, 4), "sum", group))).sum().backward()
+        (step,) = steps.end_step()
+        return [str(waits.place_of(where)) for where in step.waits_s]
+
+    assert run_ranks(run, 2) == [["collectives", "collectives of all ranks"]] * 2

@@ -282,19 +282,21 @@ class GroupDecision:
 
     def _account(self, measured: Sequence[RankTimes], num_steps: int) -> None:
         """Note who is slow, and add up what the plan in force has saved since the last update."""
-        since, self._decided_at = num_steps - self._decided_at, num_steps
+        # Of steps before a run was resumed, or without balancing, this plan has saved nothing.
+        since, self._decided_at = min(num_steps - self._decided_at, self._config.update_every), num_steps
         home = self.controller.ownership.home
         self.even_step_s = self.controller.predict_step_s(self.controller.whole_plan(home))
         step_s = self.controller.predict_step_s(self.plan)
         self.saved_s += since * (self.even_step_s - step_s)
         of_steps = num_steps, since
-        windows = [
-            StepWindow(*of_steps, each.busy_s + each.outside_s, self.even_step_s, each.outside_s, each.gemm_s)
-            for each in measured
-        ]
         # No rank is compared with what it took while it owned another share.
-        owned = zip(windows, self.plan.owned, strict=True)
-        self.slowness.update([dataclasses.replace(window, inputs=share or math.nan) for window, share in owned])
+        windows = [
+            StepWindow(
+                *of_steps, each.busy_s + each.outside_s, self.even_step_s, each.outside_s, each.gemm_s, inputs=share
+            )
+            for each, share in zip(measured, self.plan.owned, strict=True)
+        ]
+        self.slowness.update(windows)
 
     def _require_equal(self, fingerprints: Sequence[float]) -> None:
         """Check that these are equal: of all ranks that come, or of the group's, where replicas are merged already."""

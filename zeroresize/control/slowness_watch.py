@@ -150,7 +150,7 @@ def status_of_watch(report: WatchReport, state: str) -> Status:
         saved_s=math.nan,
         cost_s=report.cost_s,
         ranks=statuses_of(report, [1.0] * report.num_ranks),
-        decided="; ".join(past_line(each, report) for each in report.past),
+        decided="".join(past_line(each, report) for each in report.past[:1]),
     )
 
 

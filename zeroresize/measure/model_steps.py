@@ -21,7 +21,7 @@ from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.measure import waits
 from zeroresize.measure.clocks import clock_for
 from zeroresize.measure.step_timer import StepTimer
-from zeroresize.measure.waits import Where
+from zeroresize.measure.waits import END_OF_BACKWARD, Where
 from zeroresize.policy.slowness.windows import WatchedStep
 from zeroresize.policy.tensor.estimation.times import StepTimes
 from zeroresize.utils.torch_private import current_backward, is_compiled_module
@@ -102,8 +102,8 @@ class ModelSteps:
 
     def _described(self, step: StepTimes, waits_s: dict[Where, float]) -> WatchedStep:
         is_timed, work, inputs = self._unread.popleft()
-        in_backward_s = waits_s.pop(None, 0.0)
-        waits_s[self._where_of_backward] = waits_s.get(self._where_of_backward, 0.0) + in_backward_s
+        where, in_backward_s = self._where_of_backward, waits_s.pop(END_OF_BACKWARD, 0.0)
+        waits_s[where] = waits_s.get(where, 0.0) + in_backward_s
         products_s = self._products_of_timed * step.gather_fill_s if is_timed else 0.0
         return WatchedStep.of_times(step, products_s, work, inputs, waits_s)
 

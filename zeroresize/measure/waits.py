@@ -52,11 +52,11 @@ _STARTING_METHODS = (
     *_POINT_TO_POINT,
     *PRIVATE_COLLECTIVES,
 )
-#: So many collectives whose end nobody has waited for are remembered.
-_MOST_STARTED = 1024
 #: Where a wait is: in the group of this name, and for that rank of it where it is for a single one. None where nothing
 #: tells, as in C++ code.
 Where: TypeAlias = tuple[str, int | None] | None
+#: In what DDP's reducer waits for, among others; no group has this name.
+END_OF_BACKWARD: Where = ("end of a backward", None)
 
 
 class WaitListener(Protocol):
@@ -73,8 +73,8 @@ class WaitListener(Protocol):
 #: A tuple, which is quick to go through.
 _listeners: tuple[weakref.ref[WaitListener], ...] = ()
 _inside = threading.local()
-#: Where collectives are that have been started, by the id of their ``Work``.
-_started: dict[int, Where] = {}
+#: Where collectives are that have been started.
+_started = weakref.WeakKeyDictionary[dist.Work, Where]()
 
 
 def listen(listener: WaitListener) -> None:
@@ -91,11 +91,12 @@ def place_of(where: Where) -> Place:
     if group is None:
         return Place("")
     ranks, kind = group_ranks(group), group.group_desc
-    if kind in ("", "undefined", "default_pg"):
-        label = "all ranks" if kind == "default_pg" else named_ranks(ranks)
-    else:
-        label = f"group {kind.removeprefix('mesh_')}"
-    return Place(label, ranks[0], None if peer is None else ranks[peer])
+    if peer is not None:
+        return Place(f"rank {ranks[peer]} of the job")
+    name = "all ranks" if kind == "default_pg" else f"group {kind.removeprefix('mesh_')}"
+    if kind in ("", "undefined"):
+        name = named_ranks(ranks[:2]) + (", …" if len(ranks) > 2 else "")
+    return Place(name, ranks[0], len(ranks))
 
 
 def stop_listening(listener: WaitListener) -> None:
@@ -128,7 +129,7 @@ def watch_end_of_backward() -> None:
 def _end_of_backward_begins() -> None:
     if getattr(_inside, "wait", False):
         return
-    _enter()
+    _enter(END_OF_BACKWARD)
     call_at_end_of_backward(_end_of_backward_ends)
 
 
@@ -173,7 +174,7 @@ def _where_of_peer(group: ProcessGroup, _tensors: Any, peer: int, *_: Any) -> Wh
 
 
 def _where_of_work(work: dist.Work, *_: Any) -> Where:
-    return _started.pop(id(work), None)
+    return _started.pop(work, None)
 
 
 def _watched(method: Callable[..., Any], where_of: Callable[..., Where] | None = None) -> Callable[..., Any]:
@@ -191,9 +192,7 @@ def _watched(method: Callable[..., Any], where_of: Callable[..., Where] | None =
         finally:
             _leave()
         if where is not None and isinstance(result, dist.Work):
-            if len(_started) >= _MOST_STARTED:
-                _started.clear()
-            _started[id(result)] = where
+            _started[result] = where
         return result
 
     return call

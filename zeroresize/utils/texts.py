@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 #: So many ranks a text names one by one.
 _MOST_NAMED = 8
 
 
-@dataclass(frozen=True)
-class CauseTexts:
-    """Describe what a rank's delay comes from, in a few words and in a sentence, and what to do next."""
+class CauseTexts(NamedTuple):
+    """What a rank's delay comes from, in a few words and in a sentence, and what to do next."""
 
     name: str
     sentence: str
@@ -22,14 +20,12 @@ class CauseTexts:
 
 TEXTS_OF_CAUSES = {
     "products": CauseTexts("matrix products", "matrix products take longer", "check clocks and cooling of {node}"),
-    "rest": CauseTexts(
-        "other computing", "what it computes besides products takes longer", "look for other programs on {node}"
-    ),
+    "rest": CauseTexts("other computing", "other computing takes longer", "look for other programs on {node}"),
     "loader": CauseTexts(
         "its data loader", "it comes late to the model", "give it more loader workers or faster storage"
     ),
     "compute": CauseTexts("computing", "what it computes takes longer", "check clocks and other programs on {node}"),
-    "link": CauseTexts("links", "waits are longer, though nobody is late", "check the network of {node}"),
+    "link": CauseTexts("links", "waits are longer", "check the network of {node}"),
     "heat": CauseTexts("heat", "its GPU is throttled at {celsius:.0f} °C", "check the cooling of {node}"),
     "power": CauseTexts("power", "its GPU is throttled for power", "check power supply and limits of {node}"),
 }

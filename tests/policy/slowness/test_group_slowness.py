@@ -148,8 +148,8 @@ def test_of_many_ranks_there_is_a_single_line():
     assert len(events) == 5
     (line,) = lines_of(events, group.report(), compares_work=True)
     assert line == (
-        "5 ranks are slower than the others, rank 4 most, 1.80 times: it comes late to the model; give it more loader "
-        "workers or faster storage"
+        "rank 4 is 1.80 times slower than the others, since step 200: it comes late to the model; and 4 others alike; "
+        "give it more loader workers or faster storage; cost 1.6 s"
     )
 
 

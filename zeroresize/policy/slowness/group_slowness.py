@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeAlias
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from zeroresize.policy import FEW
-from zeroresize.policy.slowness.past import Past, Times
+from zeroresize.policy.slowness.past import Past, Rows
 from zeroresize.policy.slowness.rank_level import MOST_KEPT, Change, LevelChange, RankLevel
 from zeroresize.policy.slowness.surroundings import GpuState, Place, Surroundings
 from zeroresize.policy.slowness.windows import Cause, StepWindow, at_work, share_saved, shares_of_causes, usual_window
@@ -52,20 +52,11 @@ class SlowRank:
 
 
 @dataclass(frozen=True)
-class SlownessEvent:
-    """Describe what has just changed; ``times_before`` is how slow the rank was, 1 where it was not."""
-
-    kind: Change
-    slow: SlowRank
-    times_before: float
-
-
-@dataclass(frozen=True)
 class PastSlowness:
     """Describe what slows most ranks of a group alike, or what they send each other, against their own past.
 
     Attributes:
-        times: how many times as long their steps take as before, as it was told last.
+        times: how many times as long their steps take as before.
         since_step: after so many steps it began.
         num_steps: for so long it has lasted.
         ranks: whose steps take longer; of a link, who waits longer.
@@ -82,15 +73,12 @@ class PastSlowness:
 
 
 @dataclass(frozen=True)
-class PastEvent:
-    """Describe what has just changed; ``times_before`` is how slow they were, 1 where they were not."""
+class SlownessEvent:
+    """Describe what has just changed; ``times_before`` is how slow that was, 1 where it was not."""
 
     kind: Change
-    slow: PastSlowness
+    slow: SlowRank | PastSlowness
     times_before: float
-
-
-Event: TypeAlias = SlownessEvent | PastEvent
 
 
 @dataclass(frozen=True)
@@ -156,14 +144,9 @@ class _Round:
 class _Slowness:
     """A slowness under way; ``num_rounds`` have passed at its present level, ``num_unsure`` since it was last seen."""
 
-    since_step: int
-    num_steps: int = 0
-    seconds: float = 0.0
-    cost_s: float = 0.0
+    slow: SlowRank
+    num_unsure: int
     num_rounds: int = 0
-    num_unsure: int = 0
-    times: float = 1.0
-    causes: dict[Cause, float] = field(default_factory=dict)
 
 
 class GroupSlowness:
@@ -179,10 +162,10 @@ class GroupSlowness:
 
     def __init__(self, num_ranks: int, tolerance: float = TOLERANCE, nodes: Sequence[str] = ()) -> None:
         self._levels = [RankLevel(tolerance) for _ in range(num_ranks)]
-        self._nodes, self._past = tuple(nodes), Past(max(tolerance, ALIKE))
-        self._links = defaultdict[Place, Past](lambda: Past(tolerance))
-        self._waiting = defaultdict[Place, set[int]](set)  # who has waited there
-        self._lasting: dict[Place | None, PastSlowness] = {}
+        self._nodes = tuple(nodes)
+        self._past = Past(max(tolerance, ALIKE))
+        self._links = defaultdict[str, Past](lambda: Past(tolerance))
+        self._lasting: dict[str, PastSlowness] = {}
         self._surroundings: Sequence[Surroundings] = ()
         self._slow: dict[int, _Slowness] = {}
         self._ended: dict[int, SlowRank] = {}
@@ -190,7 +173,7 @@ class GroupSlowness:
         self._last_step, self._cost_s = 0, 0.0
         self.compares_work = False
 
-    def update(self, windows: Sequence[StepWindow], surroundings: Sequence[Surroundings] = ()) -> list[Event]:
+    def update(self, windows: Sequence[StepWindow], surroundings: Sequence[Surroundings] = ()) -> list[SlownessEvent]:
         """Take the windows [R] of a round; return what it changes. Where a rank has measured nothing it is left out."""
         if not all(window.is_sound for window in windows):
             return []
@@ -205,10 +188,10 @@ class GroupSlowness:
         others_busy_s, ratios = _compared(windows)
         ratios = list(map(min, ratios, _compared(as_they_are)[1]))
         self._rounds.append(_Round(windows, first_step, self._last_step - first_step, others_busy_s, ratios))
-        events: list[Event] = [event for rank in range(len(windows)) if (event := self._follow(rank)) is not None]
+        events = [event for rank in range(len(windows)) if (event := self._follow(rank)) is not None]
         for rank, slowness in self._slow.items():  # also in rounds before the slowness was told
             for past in self._rounds:
-                if past.first_step >= slowness.since_step and (excess_s := past.excess_s(rank)) > past.counted_s:
+                if past.first_step >= slowness.slow.since_step and (excess_s := past.excess_s(rank)) > past.counted_s:
                     self._cost_s += excess_s - past.counted_s
                     past.counted_s = excess_s
         return events + self._follow_past(as_they_are)
@@ -222,7 +205,7 @@ class GroupSlowness:
     def report(self) -> WatchReport:
         """Return who is slow now, and what that has cost."""
         usual, ended = self._usual(FEW), dict(self._ended)
-        now = {rank: self._described(rank, slow.times) for rank, slow in self._slow.items()}
+        now = {rank: slowness.slow for rank, slowness in self._slow.items()}
         ended |= {rank: now.pop(rank) for rank in self._slow if self._levels[rank].seems_recovered}
         return WatchReport(
             step=self._last_step,
@@ -247,91 +230,110 @@ class GroupSlowness:
         return [usual_window([past.windows[rank] for past in last]) for rank in range(len(self._levels)) if last]
 
     def _follow(self, rank: int) -> SlownessEvent | None:
-        newest = self._rounds[-1]
-        change = self._levels[rank].update(math.log(newest.ratios[rank]))
+        level = self._levels[rank]
+        change = level.update(math.log(self._rounds[-1].ratios[rank]))
         if rank not in self._slow:
             if change is None:
                 return None
-            first = list(self._rounds)[-change.num_windows]
-            self._slow[rank] = _Slowness(first.first_step, num_unsure=change.num_windows - 1)
-        slowness, level = self._slow[rank], self._levels[rank]
+            slow = SlowRank(rank, 1.0, self._first_step(change), 0, 0.0, "compute", {}, 0.0)
+            self._slow[rank] = _Slowness(slow, change.num_windows - 1)
+        slowness = self._slow[rank]
         slowness.num_unsure += 1
         if not level.seems_recovered:  # what the rank takes once it has recovered tells nothing of why it was slow
-            for past in list(self._rounds)[-slowness.num_unsure :]:
-                slowness.num_steps += past.num_steps
-                slowness.seconds += past.num_steps * max(window.step_s for window in past.windows)
-                slowness.cost_s += past.excess_s(rank)
-                slowness.num_rounds += 1
+            rounds, slow = list(self._rounds)[-slowness.num_unsure :], slowness.slow
+            slowness.num_rounds += len(rounds)
             if change is not None and change.kind == "changes":
                 slowness.num_rounds = change.num_windows
             others = self._usual(slowness.num_rounds)
-            slowness.causes = shares_of_causes(others.pop(rank), others)
-            slowness.num_unsure, slowness.times = 0, level.times
+            causes = shares_of_causes(others.pop(rank), others)
+            seconds = sum(past.num_steps * max(window.step_s for window in past.windows) for past in rounds)
+            slowness.num_unsure, slowness.slow = (
+                0,
+                replace(
+                    slow,
+                    times=level.times,
+                    num_steps=slow.num_steps + sum(past.num_steps for past in rounds),
+                    seconds=slow.seconds + seconds,
+                    cause=next(iter(causes), "compute"),
+                    causes=causes,
+                    cost_s=slow.cost_s + sum(past.excess_s(rank) for past in rounds),
+                ),
+            )
         if change is None:
             return None
-        event = SlownessEvent(change.kind, self._described(rank, change.after), change.before)
         if change.kind == "ends":
-            self._ended[rank] = self._described(rank, change.before)
-            del self._slow[rank]
-        return event
+            self._ended[rank] = self._slow.pop(rank).slow
+        return SlownessEvent(change.kind, slowness.slow, change.before)
 
-    def _described(self, rank: int, times: float) -> SlowRank:
-        slow = self._slow[rank]
-        cause: Cause = next(iter(slow.causes), "compute")
-        causes = dict(slow.causes)
-        return SlowRank(rank, times, slow.since_step, slow.num_steps, slow.seconds, cause, causes, slow.cost_s)
+    def _first_step(self, change: LevelChange) -> int:
+        """After how many steps what has just begun did so."""
+        return self._rounds[-change.num_windows].first_step
 
-    def _follow_past(self, windows: Sequence[StepWindow]) -> list[PastEvent]:
+    def _follow_past(self, windows: Sequence[StepWindow]) -> list[SlownessEvent]:
         """Compare most ranks with their own past, and what they send each other, where nobody is late."""
-        step_s = max(window.step_s for window in windows)
-        times = np.array([(window.busy_s, step_s, window.loader_s, window.products_s) for window in windows])
-        works = np.array([(window.work, window.inputs) for window in windows])
-        change = self._past.update(times, works, are_slow=tuple(self._slow))
-        if self._past.times is None:
+        rows, past = _rows(windows), self._past
+        change = past.update(rows, self._slow)
+        if not len(past.ratios):
             self._links.clear()
             self._lasting.clear()
             return []
-        usual_s, level = self._past.times.mean(axis=0), self._past.level
-        events = self._past_event(None, level, change, *(self._causes_of(times) if level.is_slow else ((), "compute")))
-        if level.seems_slow or any(each.seems_slow for each in self._levels):
+        ranks, cause = self._who_and_why() if past.level.is_slow else ((), "compute")
+        events = self._event_of_past(past.level, change, ranks, cause)
+        if past.level.seems_slow or any(level.seems_slow for level in self._levels):
             return events
-        waits_s = [dict(each.waits_s) for each in self._surroundings]
-        for rank, waits in enumerate(waits_s):
-            for place in waits:
-                self._waiting[place].add(rank)
-        mean_works = works.mean(axis=0, keepdims=True)
-        for place, ranks in self._waiting.items():  # who comes last waits for what is sent alone
-            sending_s = min(waits_s[rank].get(place, 0.0) for rank in ranks)
-            link = self._links[place]
-            change = link.update(np.array([[sending_s]]), mean_works, usual_s[0])
-            events += self._past_event(place, link.level, change, tuple(sorted(ranks)), "link")
+        usual_s, (_, step_s, *_, work, inputs) = past.usual[:, 0].mean(), rows.mean(axis=0)
+        for place, sending_s in self._sending_s().items():
+            link, most_s = self._links[place], usual_s + max(sending_s.values())
+            change = link.update(np.array([[most_s, step_s, work, inputs]]))
+            least_s = min(most_s, link.usual[0, 0] * math.sqrt(link.level.times)) - usual_s
+            slower = sorted({rank for ranks, seconds in sending_s.items() if seconds >= least_s for rank in ranks})
+            events += self._event_of_past(link.level, change, tuple(slower), "link", place)
         return events
 
-    def _causes_of(self, times: Times) -> tuple[tuple[int, ...], Cause]:
+    def _who_and_why(self) -> tuple[tuple[int, ...], Cause]:
         """Return whose busy time is longer than it was, and which part of it is most."""
-        half, before = math.sqrt(self._past.level.times), self._past.times
-        ranks = tuple(np.flatnonzero(self._past.ratios > half).tolist())
-        usual = [StepWindow(0, 1, *parts.mean(axis=0).tolist()) for parts in (times, before) if parts is not None]
-        return ranks, next(iter(shares_of_causes(usual[0], usual[1:])), "compute")
+        ratios, usual = self._past.ratios, (_rows(self._usual(FEW)), self._past.usual)
+        ranks = np.flatnonzero(ratios >= min(math.sqrt(self._past.level.times), float(np.nanmedian(ratios))))
+        now, before = (StepWindow(0, 1, *each.mean(axis=0)[:-2].tolist()) for each in usual)
+        return tuple(ranks.tolist()), next(iter(shares_of_causes(now, [before])), "compute")
 
-    def _past_event(
-        self, place: Place | None, level: RankLevel, change: LevelChange | None, ranks: tuple[int, ...], cause: Cause
-    ) -> list[PastEvent]:
+    def _sending_s(self) -> dict[str, dict[tuple[int, ...], float]]:
+        """Return the least wait of each group, by name and ranks: who comes last waits for what is sent alone.
+
+        Unless all ranks of a group tell what they wait, the least is not known.
+        """
+        waits_s = defaultdict[Place, dict[int, float]](dict)
+        for rank, each in enumerate(self._surroundings):
+            for place, seconds in each.waits_s.items():
+                waits_s[place][rank] = seconds
+        sending_s = defaultdict[str, dict[tuple[int, ...], float]](dict)
+        for place, of_ranks in waits_s.items():
+            if len(of_ranks) == place.size > 1:
+                sending_s[str(place)][tuple(of_ranks)] = min(of_ranks.values())
+        return sending_s
+
+    def _event_of_past(
+        self, level: RankLevel, change: LevelChange | None, ranks: tuple[int, ...], cause: Cause, place: str = ""
+    ) -> list[SlownessEvent]:
         """Note what lasts there; return what has just changed."""
-        newest, before = self._rounds[-1], self._lasting.pop(place, None)
-        if before is None and change is None:
-            return []
+        slow, num_steps = self._lasting.pop(place, None), self._rounds[-1].num_steps
         if change is not None and change.kind == "begins":
-            first = list(self._rounds)[-change.num_windows]
-            num_steps = self._last_step - first.first_step
-            before = PastSlowness(change.after, first.first_step, num_steps, ranks, cause, str(place or ""))
-        elif before is not None and not level.seems_recovered:
-            times, num_steps = before.times if change is None else change.after, before.num_steps + newest.num_steps
-            before = replace(before, times=times, num_steps=num_steps, ranks=ranks, cause=cause)
-        assert before is not None
+            first_step = self._first_step(change)
+            slow, num_steps = PastSlowness(1.0, first_step, 0, ranks, cause, place), self._last_step - first_step
+        if slow is None:
+            return []
+        if not level.seems_recovered:
+            num_steps += slow.num_steps
+            slow = replace(slow, times=level.times, num_steps=num_steps, ranks=ranks, cause=cause)
         if level.is_slow:
-            self._lasting[place] = before
-        return [] if change is None else [PastEvent(change.kind, before, change.before)]
+            self._lasting[place] = slow
+        return [] if change is None else [SlownessEvent(change.kind, slow, change.before)]
+
+
+def _rows(windows: Sequence[StepWindow]) -> Rows:
+    """[R, 6] the numbers of windows that a past follows, with two parts of the busy time."""
+    step_s = max(window.step_s for window in windows)
+    return np.array([(w.busy_s, step_s, w.loader_s, w.products_s, w.work, w.inputs) for w in windows])
 
 
 def _compared(windows: Sequence[StepWindow]) -> tuple[list[float], list[float]]:

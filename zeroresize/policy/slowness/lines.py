@@ -4,82 +4,59 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from zeroresize.policy.slowness.group_slowness import (
-    Event,
-    PastEvent,
-    PastSlowness,
-    SlownessEvent,
-    SlowRank,
-    WatchReport,
-)
+from zeroresize.policy.slowness.group_slowness import PastSlowness, SlownessEvent, SlowRank, WatchReport
+from zeroresize.policy.speed.noise import USUAL_NOISE
 from zeroresize.status import LEAST_WAIT
 from zeroresize.utils.texts import TEXTS_OF_CAUSES, duration_text, named_ranks, percent_text
 
 #: With the number of the step before it a line has 200 characters at most.
-_MOST_CHARACTERS = 186
-#: A GPU whose clock is lower than the others' by a smaller share is as fast as they are.
-_LEAST_CLOCK = 0.05
-_MOST_NODES = 3
+_MOST_CHARACTERS = 185
+_MOST_NODES = 2
 
 
-def lines_of(events: Sequence[Event], report: WatchReport, *, compares_work: bool) -> list[str]:
+def lines_of(events: Sequence[SlownessEvent], report: WatchReport, *, compares_work: bool) -> list[str]:
     """Return a line for each event of an update, or one for many of a kind.
 
     Unless times are for as much work, ``compares_work``, a rank may just have more.
     """
+    kinds: dict[tuple[type, str], list[SlownessEvent]] = {}
+    for event in events:
+        kinds.setdefault((type(event.slow), event.kind), []).append(event)
     lines = []
-    for kind in ("begins", "changes", "ends"):
-        alike = [event for event in events if isinstance(event, SlownessEvent) and event.kind == kind]
-        if len(alike) > 2:  # a line tells how many they are
-            lines.append(_of_many(alike, report, compares_work))
-        else:
-            lines += [_of_event(event, report, compares_work) for event in alike]
-    return lines + [_of_past(event, report, compares_work) for event in events if isinstance(event, PastEvent)]
+    for alike in kinds.values():
+        most = max(alike, key=lambda event: max(event.slow.times, event.times_before))
+        # A line tells how many they are.
+        more = f"and {len(alike) - 1} others alike" if len(alike) > 2 else ""
+        lines += [_line(event, more, report, compares_work) for event in ([most] if more else alike)]
+    return lines
 
 
-def _of_event(event: SlownessEvent, report: WatchReport, compares_work: bool) -> str:
-    slow = event.slow
+def _line(event: SlownessEvent, more: str, report: WatchReport, compares_work: bool) -> str:
+    slow, before = event.slow, f"{event.times_before:.2f} times"
+    more_work = "" if compares_work or slow.cause in ("loader", "link") else ", or {} more work"
+    if isinstance(slow, PastSlowness):
+        again = f"{_who(slow, report)} are as fast as until step {slow.since_step} again: they took {before} as long "
+        if event.kind == "ends":
+            return _joined(f"{again}for {slow.num_steps} steps", more)
+        changed = f"it was {before} before" if event.kind == "changes" else ""
+        next_step = TEXTS_OF_CAUSES[slow.cause].next_step.format(node=_nodes(slow.ranks, report))
+        return _joined(past_line(slow, report) + more_work.format("they have"), changed, more, next_step)
     if event.kind == "ends":
-        return (
-            f"rank {slow.rank} is as fast as the others again: it was {event.times_before:.2f} times slower, from step "
-            f"{slow.since_step} on for {slow.num_steps} steps ({duration_text(slow.seconds)}), which cost "
-            f"{duration_text(slow.cost_s)}"
-        )
-    now = f" now, {event.times_before:.2f} times before" if event.kind == "changes" else ""
-    why, next_step = _why(slow, report, compares_work)
+        since = f"from step {slow.since_step} on for {slow.num_steps} steps ({duration_text(slow.seconds)})"
+        line = f"rank {slow.rank} is as fast as the others again: it was {before} slower, {since}, which cost"
+        return _joined(f"{line} {duration_text(slow.cost_s)}", more)
+    changed = f" now, {before} before" if event.kind == "changes" else ""
+    why, next_step = _why(slow, report)
     return _joined(
-        f"rank {slow.rank} is {slow.times:.2f} times slower than the others{now}, since step {slow.since_step}: {why}",
+        f"rank {slow.rank} is {slow.times:.2f} times slower than the others{changed}, since step {slow.since_step}: "
+        + why
+        + more_work.format("it has"),
+        more,
         next_step,
         f"cost {duration_text(slow.cost_s)}",
         _longest_wait(slow.rank, report),
         "" if slow.cause == "loader" else f"work by speed: {percent_text(report.share_saved)} shorter steps at most",
     )
-
-
-def _of_many(events: Sequence[SlownessEvent], report: WatchReport, compares_work: bool) -> str:
-    most = max(events, key=lambda event: max(event.slow.times, event.times_before))
-    if events[0].kind == "ends":
-        return f"{len(events)} ranks are as fast as the others again, rank {most.slow.rank} among them"
-    changed = " have become faster or slower, and" if events[0].kind == "changes" else ""
-    why, next_step = _why(most.slow, report, compares_work)
-    return _joined(
-        f"{len(events)} ranks{changed} are slower than the others, rank {most.slow.rank} most, "
-        f"{most.slow.times:.2f} times: {why}",
-        next_step,
-    )
-
-
-def _of_past(event: PastEvent, report: WatchReport, compares_work: bool) -> str:
-    slow = event.slow
-    if event.kind == "ends":
-        return (
-            f"{_who(slow, report)} are as fast as until step {slow.since_step} again: they took "
-            f"{event.times_before:.2f} times as long for {slow.num_steps} steps"
-        )
-    before = f"it was {event.times_before:.2f} times before" if event.kind == "changes" else ""
-    may_have_more = "" if compares_work or slow.place else ", or they have more work"
-    next_step = TEXTS_OF_CAUSES[slow.cause].next_step.format(node=_nodes(slow.ranks, report))
-    return _joined(past_line(slow, report) + may_have_more, before, next_step)
 
 
 def past_line(slow: PastSlowness, report: WatchReport) -> str:
@@ -105,19 +82,17 @@ def _joined(line: str, *further: str) -> str:
     return line
 
 
-def _why(slow: SlowRank, report: WatchReport, compares_work: bool) -> tuple[str, str]:
-    """Return why a rank is slow, and what to do next."""
+def _why(slow: SlowRank, report: WatchReport) -> tuple[str, str]:
+    """Return why a rank is slow, and what to do next; a GPU matters whose clock is lower than others'."""
     texts, gpu = TEXTS_OF_CAUSES[slow.cause], report.gpus[slow.rank] if report.gpus else None
-    node, state = _nodes([slow.rank], report), ""
-    if gpu is not None and slow.cause != "loader":
+    node, clocks = _nodes([slow.rank], report), [1.0 if each is None else each.clock for each in report.gpus]
+    state = ""
+    if gpu is not None and slow.cause != "loader" and gpu.clock < (1.0 - USUAL_NOISE) * max(clocks):
         if gpu.throttled and any(each is None or each.throttled != gpu.throttled for each in report.gpus):
             of_gpu = TEXTS_OF_CAUSES[gpu.throttled]
             return of_gpu.sentence.format(celsius=gpu.celsius), of_gpu.next_step.format(node=node)
-        clocks = [each.clock for each in report.gpus if each is not None]
-        if gpu.clock < (1.0 - _LEAST_CLOCK) * max(clocks):
-            state = f", its GPU at {percent_text(gpu.clock)} of its clock"
-    more_work = "" if compares_work or slow.cause == "loader" else ", or it has more work"
-    return texts.sentence + state + more_work, texts.next_step.format(node=node)
+        state = f", its GPU at {percent_text(gpu.clock)} of its clock"
+    return texts.sentence + state, texts.next_step.format(node=node)
 
 
 def _nodes(ranks: Iterable[int], report: WatchReport) -> str:

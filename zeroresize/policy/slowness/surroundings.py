@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-#: So many places travel, of names of so many bytes, six in a number.
-MOST_PLACES, _NAME_BYTES = 3, 18
+import numpy as np
+
+#: So many places travel, of names of 24 bytes: name, first rank, number of ranks, seconds. Before them the GPU's state.
+MOST_PLACES = 3
+_FORMAT = struct.Struct("=i2d" + MOST_PLACES * "24s2id")
+#: Of :meth:`Surroundings.as_numbers`.
+NUM_NUMBERS = _FORMAT.size // struct.calcsize("i")
 #: Why a GPU is slower than it could be; the first stands for nothing that it tells.
 _REASONS = ("", "heat", "power")
 
@@ -17,19 +23,17 @@ class Place:
     """Describe where a rank waits: in the collectives of a group, or for another rank.
 
     Attributes:
-        label: the group: its name, or its ranks.
-        first: the first rank of the group, over the whole job; -1 where nothing is known of it.
-        peer: the rank that is waited for, over the whole job; None in a collective.
+        name: of the group, which others of its kind may share, or of the rank; empty where that is not known.
+        first: the first rank of the group, over the whole job.
+        size: how many ranks the group has; 0 where it is none.
     """
 
-    label: str
+    name: str
     first: int = -1
-    peer: int | None = None
+    size: int = 0
 
     def __str__(self) -> str:
-        if self.peer is not None:
-            return f"rank {self.peer} of the job"
-        return f"collectives of {self.label}" if self.label else "collectives"
+        return f"collectives of {self.name}" if self.size else self.name or "collectives"
 
 
 @dataclass(frozen=True)
@@ -51,26 +55,19 @@ class Surroundings:
     def as_numbers(self) -> list[float]:
         """Return equally many numbers for any surroundings; the places are those of the longest waits."""
         gpu = self.gpu or GpuState("", math.nan, math.nan)
-        numbers = [float(_REASONS.index(gpu.throttled)), gpu.celsius, gpu.clock]
         longest = sorted(self.waits_s.items(), key=lambda item: -item[1])[:MOST_PLACES]
-        for place, seconds in longest:
-            name = place.label.encode()[:_NAME_BYTES].ljust(_NAME_BYTES)
-            numbers += [float(int.from_bytes(name[at : at + 6], "big")) for at in range(0, _NAME_BYTES, 6)]
-            numbers += [float(place.first), -1.0 if place.peer is None else float(place.peer), seconds]
-        return numbers + [0.0] * (NUM_NUMBERS - len(numbers))
+        longest += [(Place(""), 0.0)] * (MOST_PLACES - len(longest))
+        places = [part for place, s in longest for part in (place.name.encode(), place.first, place.size, s)]
+        packed = _FORMAT.pack(_REASONS.index(gpu.throttled), gpu.celsius, gpu.clock, *places)
+        return [float(number) for number in np.frombuffer(packed, np.int32)]
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[float]) -> Surroundings:
         """Return the surroundings that :meth:`as_numbers` has told."""
-        reason, celsius, clock, *rest = numbers
-        waits_s = {}
-        for *name, first, peer, seconds in (rest[at : at + 6] for at in range(0, len(rest), 6)):
+        reason, celsius, clock, *rest = _FORMAT.unpack(np.array(numbers, np.int32).tobytes())
+        places = {}
+        for name, first, size, seconds in zip(*[iter(rest)] * (len(rest) // MOST_PLACES), strict=True):
             if seconds > 0.0:
-                label = b"".join(int(part).to_bytes(6, "big") for part in name).decode(errors="ignore").strip()
-                waits_s[Place(label, int(first), None if peer < 0.0 else int(peer))] = seconds
-        gpu = None if math.isnan(celsius) else GpuState(_REASONS[int(reason)], celsius, clock)
-        return cls(waits_s, gpu)
-
-
-#: Of :meth:`Surroundings.as_numbers`.
-NUM_NUMBERS = 3 + MOST_PLACES * (_NAME_BYTES // 6 + 3)
+                places[Place(name.rstrip(b"\0").decode(errors="ignore"), first, size)] = seconds
+        gpu = None if math.isnan(celsius) else GpuState(_REASONS[reason], celsius, clock)
+        return cls(places, gpu)
