@@ -25,13 +25,13 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 55_098,
+    "package lines": 55_040,
     "package files": 319,
-    "package code lines": 35_970,
-    "tests lines": 54_157,
+    "package code lines": 35_945,
+    "tests lines": 54_340,
     "examples lines": 14_424,
-    "docs lines": 5_041,
-    "tuning constants": 173,
+    "docs lines": 5_047,
+    "tuning constants": 161,
 }
 
 

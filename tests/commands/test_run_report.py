@@ -95,6 +95,13 @@ def test_runs_are_compared_by_steps_shares_and_the_scores_beside_them(tmp_path, 
     assert compared([even, dropping])[2][5:7] == ["0.30", "0.35"]
 
 
+def test_a_rank_is_slow_for_the_reason_that_held_longest(page_of):
+    rest = dataclasses.replace(RUN[3].ranks[1], cause="rest", slow_since=15)
+    ranks = (RUN[3].ranks[0], rest)
+    page, _ = page_of(first=[*RUN[:4], dataclasses.replace(RUN[4], ranks=ranks), RUN[5]])
+    assert texts_of(page, "Who was slow")[0][4] == "matrix products"
+
+
 def test_runs_of_several_starts_are_told_in_all(tmp_path, capsys, page_of):
     again = [dataclasses.replace(each, time=each.time + 9000.0) for each in RUN[1:]]
     page, _ = page_of(first=RUN[:4] + again)

@@ -71,7 +71,7 @@ def test_one_line_of_one_rank_says_what_was_measured_and_what_for(run_ranks):
     assert of_other_rank == [[], []]
     for (line,), lends in zip(lines, (False, True), strict=True):
         assert re.match(
-            r"measured once, in [\d.]+ m?s, what it would cost to relieve a slow rank: without \d+ % of its columns "
+            r"measured once, in [\d.]+ m?s, what relieving a slow rank would cost: without \d+ % of its columns "
             r"its products take \d+ % of their time",
             line,
         )

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import zeroresize as zr
 from zeroresize.commands.ranks import LIMIT, Member
 
-_WIDTH, _HEAD, _NUM_BLOCKS, _NUM_CLASSES = 256, 16, 2, 10
+_WIDTH, _HEAD, _NUM_BLOCKS, _NUM_CLASSES = 384, 24, 2, 10
 _BATCH, _TOKENS, _UPDATE_EVERY = 8, 48, 5
 
 #: Its share of all seconds, χ by rank, and whether balancing is on.

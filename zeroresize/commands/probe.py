@@ -65,7 +65,12 @@ class Reading:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seconds", type=float, default=20.0, help="to measure for, at most about (default 20)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=20.0,
+        help="to measure for, at most about, once ranks have started (default 20)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write what was measured, and who is slow")
 
 

@@ -142,7 +142,8 @@ class Run:
         for (_, since, rank), times in sorted(seen.items()):
             slowness = statistics.median(1.0 / each.speed for _, each in times)
             to_step, last = times[-1]
-            texts = CAUSES.get(last.cause, last.cause), duration_text(last.cost_s)
+            cause = statistics.mode(each.cause for _, each in times)  # as it recovers little is left of it
+            texts = CAUSES.get(cause, cause), duration_text(last.cost_s)
             rows.append((str(rank), str(since), str(to_step), f"{slowness:.2f}", *texts))
         return rows
 

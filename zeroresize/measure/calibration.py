@@ -79,12 +79,12 @@ def calibrate_group(
         if may_migrate and (measures_pruning or measures_migrating):
             migration = measure_migration_cost(layers, process_group, config.migration_transport)
             results.append(
-                f"lending takes {duration_text(migration.fixed_s)} a step, and "
-                f"{duration_text(migration.per_share_s)} more where all are lent"
+                f"lending takes {duration_text(migration.fixed_s)} a step, and up to "
+                f"{duration_text(migration.per_share_s)} more"
             )
     if results and is_first:
         logger.info(
-            "measured once, in %s, what it would cost to relieve a slow rank: %s",
+            "measured once, in %s, what relieving a slow rank would cost: %s",
             duration_text(time.perf_counter() - began),
             "; ".join(results),
         )
