@@ -54,7 +54,7 @@ def test_a_rank_tells_its_past_and_where_it_waits_most():
         0, 0.12, 1.0, past_score=0.71, node="n0", waits_s={"collectives of group dp": 0.124, "rank 5": 0.01}
     )
     status = Status("nothing", "on", 120, 0.0, 0.31, *[math.nan] * 3, 0.0, (rank,))
-    assert str(status).splitlines()[2].endswith("0.71      collectives of group dp, 40 % of a step")
+    assert str(status).splitlines()[2].endswith("0.71  collectives of group dp, 40 % of a step")
     assert Status.from_dict(status.to_dict()).ranks == status.ranks
     assert status.scalars()["status/rank 0/past_score"] == 0.71
 

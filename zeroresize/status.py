@@ -18,7 +18,7 @@ _StateT = TypeVar("_StateT", "RankStatus", "Status")
 Kind = Literal["units", "layers", "strategies", "micro-batches", "samples", "nothing"]
 #: A wait for a smaller share of a step explains nothing.
 LEAST_WAIT = 0.05
-HEADINGS = ("rank", "busy", "speed", "share", "slow since", "because of", "cost", "vs. past", "waits for")
+HEADINGS = ("rank", "busy", "speed", "share", "slow since", "because of", "cost", "past", "waits for")
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,8 @@ def test_a_mistake_ends_the_program_with_one_line(capsys, arguments, message):
     assert stopped.value.code == 2 and message in said and said.count("\n") == 1
 
 
-def test_a_dry_run_tells_what_every_rank_needs(capsys):
+def test_a_dry_run_tells_what_every_rank_needs(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # readline sets it, too
     for config, texts in (
         ("small", ("case none, 1f1b", "embedding, blocks 0 to 3", "834,048")),
         ("switching_two_ranks", ("(2, 1, 1)", "(1, 2, 1)", "embedding, blocks 0 to 3, head")),

@@ -96,7 +96,7 @@ WRONG = {
     "JsonLinesTelemetry": rows(PATH, "path") | rows(SEED, "from_step"),
     "PrometheusTelemetry": rows((0, 65536, NAN, "9"), "port") | rows(PATH, "textfile"),
     "OpenTelemetrySpans": {},
-    "WandbTelemetry": rows(FLAG, "commit") | rows(ANY, "run"),
+    "WandbTelemetry": rows(FLAG, "commit"),
     "TensorBoardTelemetry": rows(PATH, "folder") | rows(SEED, "from_step"),
     "Segment": rows((3, NAN, [3], "ab"), "column")
     | rows((3, NAN, -1), "row")

@@ -95,8 +95,11 @@ def _job_of_statuses(path: Path, statuses: Sequence[Status]) -> Job:
         for of_rank, each in zip(steps, status.ranks, strict=True):
             of_rank.append(WatchedStep(each.busy_s, max(step_s - each.busy_s, 0.0)))
     notes = ["a status tells neither collectives nor products: each step below is a status, at even shares of work"]
-    told = [(each.rank, each.cause) for status in statuses for each in status.ranks if each.cause]
-    causes = {rank: statistics.mode(cause for of_rank, cause in told if of_rank == rank) for rank in dict(told)}
+    causes_of_ranks = [(each.rank, each.cause) for status in statuses for each in status.ranks if each.cause]
+    causes = {
+        rank: statistics.mode(cause for of_rank, cause in causes_of_ranks if of_rank == rank)
+        for rank in dict(causes_of_ranks)
+    }
     kind = "" if newest.kind == "nothing" else newest.kind
     saved_s = newest.saved_s if kind else 0.0
     ranks = [each.rank for each in newest.ranks]

@@ -30,7 +30,7 @@ from zeroresize.policy.moves.move_cost import MoveCost, most_bytes
 from zeroresize.policy.moves.rental import MIN_SAVING
 from zeroresize.policy.pipeline.division import NothingFitsError
 from zeroresize.policy.pipeline.profile_cadence import MAX_MEASURING, ProfileCadence, ProfileEvery
-from zeroresize.policy.pipeline.profiles import PipelineProfile
+from zeroresize.policy.pipeline.profiles import LayerCosts, PipelineProfile
 from zeroresize.policy.pipeline.rebalancing import (
     By,
     Rebalancing,
@@ -493,8 +493,11 @@ class PipelineBalancer(Pausable):
         text = (
             f"{len(report.stages)} of {len(proposal.stage_s)} stages go on, ranks {list(report.released)} are released"
         )
-        self._record(proposal, text, report.moved_bytes, report.seconds, report.released)
+        costs = (
+            self._rebalancing.costs
+        )  # of all stages; what the record is told to may ask for the status of those left
         self._follow(report)
+        self._record(proposal, text, report.moved_bytes, report.seconds, report.released, costs=costs)
         return True
 
     def _follow(self, report: RepackingReport) -> None:
@@ -516,10 +519,11 @@ class PipelineBalancer(Pausable):
         seconds: float,
         released: tuple[int, ...] = (),
         *,
+        costs: LayerCosts | None = None,
         is_made: bool = True,
     ) -> None:
         """Tell what has moved, or could not, in the log and to the user."""
-        costs, reason = self._rebalancing.costs, proposal.reason
+        costs, reason = costs or self._rebalancing.costs, proposal.reason
         if self._measuring.tells and is_made:
             took = f"{size_text(moved_bytes)}, {duration_text(seconds)}"
             logger.info("step %d: %s: %s; %s", self.steps, what, took, reason)
