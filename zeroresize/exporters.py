@@ -54,7 +54,7 @@ class PrometheusTelemetry(_Exporter):
         if (port is None) == (textfile is None):
             raise ValueError("PrometheusTelemetry: exactly one of port and textfile is needed")
         self._client, self._port, self._textfile = need("prometheus_client", "prometheus"), port, textfile
-        self._registry = self._client.CollectorRegistry()
+        self._registry, self._node = self._client.CollectorRegistry(), socket.gethostname()
         self._gauges: dict[str, Any] = {}
 
     def _export(self, record: Any) -> None:
@@ -68,7 +68,7 @@ class PrometheusTelemetry(_Exporter):
             if metric not in self._gauges:
                 description, labels = f"{name} of zeroresize", ("rank", "node", "wing")
                 self._gauges[metric] = self._client.Gauge(metric, description, labels, registry=self._registry)
-            self._gauges[metric].labels(rank, socket.gethostname(), wing).set(value)
+            self._gauges[metric].labels(rank, self._node, wing).set(value)
         if self._textfile is not None:
             self._client.write_to_textfile(str(self._textfile), self._registry)
         elif self._port is not None:

@@ -89,21 +89,19 @@ def _job_of_statuses(path: Path, statuses: Sequence[Status]) -> Job:
         raise CommandError(f"{path}: no rank's times are in its newest status, or not yet; let the job take more steps")
     newest = statuses[-1]
     steps: list[list[WatchedStep]] = [[] for _ in newest.ranks]
+    causes: dict[int, list[str]] = {}
     for status in statuses:
         longest_s = max(each.busy_s for each in status.ranks)
         step_s = longest_s if math.isnan(status.step_s) else status.step_s  # some kinds do not tell it
         for of_rank, each in zip(steps, status.ranks, strict=True):
             of_rank.append(WatchedStep(each.busy_s, max(step_s - each.busy_s, 0.0)))
+            if each.cause:
+                causes.setdefault(each.rank, []).append(each.cause)
     notes = ["a status tells neither collectives nor products: each step below is a status, at even shares of work"]
-    causes_of_ranks = [(each.rank, each.cause) for status in statuses for each in status.ranks if each.cause]
-    causes = {
-        rank: statistics.mode(cause for of_rank, cause in causes_of_ranks if of_rank == rank)
-        for rank in dict(causes_of_ranks)
-    }
     kind = "" if newest.kind == "nothing" else newest.kind
     saved_s = newest.saved_s if kind else 0.0
-    ranks = [each.rank for each in newest.ranks]
-    return Job(str(path), ranks, [status.step for status in statuses], steps, notes, kind, None, causes, saved_s)
+    ranks, usual = [each.rank for each in newest.ranks], {rank: statistics.mode(each) for rank, each in causes.items()}
+    return Job(str(path), ranks, [status.step for status in statuses], steps, notes, kind, None, usual, saved_s)
 
 
 def slowness_of(job: Job) -> list[list[float]]:

@@ -493,9 +493,7 @@ class PipelineBalancer(Pausable):
         text = (
             f"{len(report.stages)} of {len(proposal.stage_s)} stages go on, ranks {list(report.released)} are released"
         )
-        costs = (
-            self._rebalancing.costs
-        )  # of all stages; what the record is told to may ask for the status of those left
+        costs = self._rebalancing.costs  # of all stages; the record comes last, as on_change may ask for a status
         self._follow(report)
         self._record(proposal, text, report.moved_bytes, report.seconds, report.released, costs=costs)
         return True
