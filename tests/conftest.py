@@ -138,14 +138,15 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
             others = {"monkeypatch": patch} if "monkeypatch" in given else {}
             pyfuncitem.obj(**given | others | {"run_ranks": processes.Wanted.run_ranks})
     except processes.Wanted as wanted:
-        key = pyfuncitem.module, wanted.args[0]
+        num_ranks, timeout_s = wanted.args
+        key = pyfuncitem.module, num_ranks
     else:
         return True  # it wants none
     if key not in _POOLS:
         _POOLS[key] = processes.RankPool(*key, Path(tempfile.mkdtemp(prefix="zeroresize_pool_")))
     arguments = {name: value for name, value in given.items() if name not in ("run_ranks", "monkeypatch")}
     try:
-        _POOLS[key].run(pyfuncitem.originalname, arguments)
+        _POOLS[key].run(pyfuncitem.originalname, arguments, timeout_s)
     except BaseException:
         _POOLS.pop(key).close()
         raise

@@ -156,12 +156,12 @@ def for_each(cases: Iterable[Sequence[Any]]) -> Callable[[Callable[..., Any]], C
 
 
 class Wanted(BaseException):
-    """Tells how many ranks a test wants that is called to learn it."""
+    """Tells how many ranks a test wants that is called to learn it, and for how many seconds."""
 
     @classmethod
     def run_ranks(cls, fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 60.0) -> NoReturn:
         """Stand in for ``run_ranks``."""
-        raise cls(num_ranks)
+        raise cls(num_ranks, timeout_s)
 
 
 class RankPool:
@@ -207,7 +207,7 @@ def _pool_main(module: ModuleType, rank: int, num_ranks: int, scratch: Path, pip
     parent, stack_file = os.getppid(), _stack_path(scratch, rank).open("w")
     faulthandler.register(signal.SIGUSR1, file=stack_file)
     torch.set_num_threads(1)
-    store, timeout = f"file://{scratch}/store", timedelta(seconds=70)
+    store, timeout = f"file://{scratch}/store", timedelta(seconds=180)  # longer than tests have
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks, timeout=timeout)
 
     groups = {num_ranks: dist.group.WORLD}

@@ -1,6 +1,8 @@
 """Busy time and product time: what counts, what does not, and when it can be read."""
 
+import itertools
 import math
+import sys
 import threading
 import time
 
@@ -153,6 +155,43 @@ def test_what_happens_beside_the_main_stream_is_not_counted(clock, timer):
     clock.advance(5.0)
     timer.wait_ends()
     assert timer.end_step()[0].busy_s == 5.0
+
+
+def test_a_timer_may_be_closed_at_any_line_of_what_it_is_called_for():
+    """The garbage collector closes that of a balancer which was dropped, wherever it runs."""
+    timer_file = StepTimer.wait_ends.__code__.co_filename
+
+    def closed_at(number):
+        timer, lines = StepTimer(CpuClock()), 0
+
+        def trace(frame, event, _):
+            nonlocal lines
+            if frame.f_code.co_filename != timer_file:
+                return None
+            lines += event == "line"
+            if event == "line" and lines == number:
+                sys.settrace(None)
+                timer.close()
+            return trace
+
+        sys.settrace(trace)
+        try:
+            timer.begin_step()
+            timer.product_begins()
+            timer.wait_begins()
+            timer.wait_ends()
+            timer.gemm_begins(())
+            timer.gemm_ends(())
+            timer.product_ends()
+            timer.wait_begins()
+            timer.wait_ends()
+            timer.backward_ends()
+            timer.end_step()
+        finally:
+            sys.settrace(None)
+        return lines >= number
+
+    assert next(number for number in itertools.count(1) if not closed_at(number)) > 50
 
 
 def test_a_step_of_any_number_of_products_is_measured_in_little_memory_layer_by_layer(clock, timer):

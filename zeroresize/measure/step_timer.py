@@ -161,7 +161,8 @@ class StepTimer(ProductProbe):
     @property
     def is_outside(self) -> bool:
         """Whether the model has not begun to compute since the step began, or since its last backward ended."""
-        return self._step is None or self._step.outside_begin is not None
+        step = self._step
+        return step is None or step.outside_begin is not None
 
     def product_begins(self, layer: str | None = None) -> None:
         """Begin a product, that of the layer that ``layer`` names."""
@@ -184,17 +185,19 @@ class StepTimer(ProductProbe):
         self._begin("waits")
 
     def wait_ends(self) -> None:
-        if self._step is not None:
+        step = self._step
+        if step is not None:
             around = [what for what in ("gemms", "products") if getattr(self._begun, what, None) is not None]
-            kind = f"waits in {around[0]}" if around else self._step.kind_of_waits
+            kind = f"waits in {around[0]}" if around else step.kind_of_waits
             self._end("waits", kind, self._begun.layer if around else None, self._begun.where)
 
     def backward_ends(self) -> None:
         # Where none of these layers has computed since, it is the backward of another model.
-        if not self.is_outside and self._step is not None and self._counts():
-            self._step.outside_begin = self._clock.mark()
-            self._step.num_marks += 1
-            self._step.num_backwards += 1
+        step = self._step
+        if step is not None and step.outside_begin is None and self._counts():
+            step.outside_begin = self._clock.mark()
+            step.num_marks += 1
+            step.num_backwards += 1
 
     def _counts(self) -> bool:
         """Whether what is done now is a part of the step."""
@@ -208,13 +211,14 @@ class StepTimer(ProductProbe):
     def _end(self, what: str, kind: str, layer: str | None = None, where: Where = None) -> None:
         begin = getattr(self._begun, what, None)
         setattr(self._begun, what, None)
-        if self._step is not None and begin is not None:
-            self._step.add(kind, layer, begin, self._clock.mark(), self._clock, where)
+        step = self._step
+        if step is not None and begin is not None:
+            step.add(kind, layer, begin, self._clock.mark(), self._clock, where)
 
     def _drop_step(self) -> None:
-        if self._step is not None:
-            self._clock.recycle(*self._step.marks)
-            self._step = None
+        step, self._step = self._step, None
+        if step is not None:
+            self._clock.recycle(*step.marks)
 
     def _measure_mark_s(self) -> float:
         """Seconds that one mark costs the CPU, bookkeeping included."""
