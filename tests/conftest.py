@@ -97,11 +97,11 @@ def _mark_exhaustive(items: list[pytest.Item]) -> None:
 
 
 def _mark_slow(items: list[pytest.Item]) -> None:
-    """Of tests that start ranks, all cases between the first and the last, but for those of faults."""
+    """Of tests that start ranks, all cases but the first, but for those of faults."""
     usual = [item for item in items if not any(map(item.get_closest_marker, ("slow", "exhaustive")))]
     of_ranks = [item for item in usual if "run_ranks" in getattr(item, "fixturenames", ())]
     for cases in _cases([item for item in of_ranks if "fault" not in item.path.name]):
-        for item in cases[1:-1]:
+        for item in cases[1:]:
             item.add_marker("slow")
 
 

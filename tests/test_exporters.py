@@ -50,6 +50,19 @@ def test_prometheus_reads_the_newest_numbers_with_rank_node_and_wing(free_port):
     assert numbers[f'zeroresize_status_even_step_seconds{{node="{node}",rank="",wing="samples"}}'] == "NaN"
 
 
+def test_prometheus_forgets_ranks_that_have_left(tmp_path):
+    pytest.importorskip("prometheus_client")
+    path = tmp_path / "zeroresize.prom"
+    tell = zr.PrometheusTelemetry(textfile=path)
+    for kind in ("samples", "units"):
+        tell(dataclasses.replace(STATUS, kind=kind))
+    tell(dataclasses.replace(STATUS, ranks=STATUS.ranks[:1]))
+    lines = path.read_text().splitlines()
+    of_rank_1 = [line for line in lines if line.startswith("zeroresize_status_rank_") and 'rank="1"' in line]
+    assert of_rank_1 and all('wing="samples"' in line for line in of_rank_1)
+    assert any('rank="0",wing="units"' in line for line in lines)
+
+
 def test_prometheus_has_a_file_for_node_exporter(tmp_path):
     pytest.importorskip("prometheus_client")
     path = tmp_path / "zeroresize.prom"

@@ -67,6 +67,7 @@ def train(model, optimizer, num_steps):
         optimizer.zero_grad()
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_seen_whatever_shards_the_model(run_ranks):
     """The others wait for it, and that is not taken for work."""
 
@@ -234,6 +235,7 @@ def test_times_for_as_much_work_are_compared_where_the_user_counts_it(run_ranks)
         assert len(lines) == (rank == 0) and all("or it has more work" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_what_is_unusual_in_training_is_no_slowness(run_ranks):
     @for_each([("evaluation",), ("accumulation",), ("skipped steps",), ("checkpoint of rank 0",)])
     def run(rank, group, unusual):

@@ -56,9 +56,11 @@ class PrometheusTelemetry(_Exporter):
         self._client, self._port, self._textfile = need("prometheus_client", "prometheus"), port, textfile
         self._registry, self._node = self._client.CollectorRegistry(), socket.gethostname()
         self._gauges: dict[str, Any] = {}
+        self._of_status: dict[str, set[tuple[str, str]]] = {}  # gauges of the newest status, and ranks, by wing
 
     def _export(self, record: Any) -> None:
         wing = getattr(record, "kind", "units" if isinstance(record, UpdateRecord) else "layers")
+        shown: set[tuple[str, str]] = set()
         for name, value in {"step": record.step, **record.scalars()}.items():
             if name.startswith("balance_layers/"):
                 continue
@@ -69,6 +71,11 @@ class PrometheusTelemetry(_Exporter):
                 description, labels = f"{name} of zeroresize", ("rank", "node", "wing")
                 self._gauges[metric] = self._client.Gauge(metric, description, labels, registry=self._registry)
             self._gauges[metric].labels(rank, self._node, wing).set(value)
+            shown.add((metric, rank))
+        if isinstance(record, Status):
+            for metric, rank in self._of_status.get(wing, set()) - shown:  # of ranks that have left
+                self._gauges[metric].remove(rank, self._node, wing)
+            self._of_status[wing] = shown
         if self._textfile is not None:
             self._client.write_to_textfile(str(self._textfile), self._registry)
         elif self._port is not None:

@@ -134,12 +134,12 @@ class Status:
             (
                 str(each.rank),
                 duration_text(each.busy_s),
-                f"{each.speed:.2f}",
-                f"{each.share:.2f}",
+                _known(each.speed),
+                _known(each.share),
                 "" if each.slow_since is None else f"step {each.slow_since}",
                 CAUSES.get(each.cause, each.cause),
                 "" if each.slow_since is None else duration_text(each.cost_s),
-                "" if math.isnan(each.past_score) else f"{each.past_score:.2f}",
+                _known(each.past_score),
                 self._longest_wait(each),
             )
             for each in self.ranks
@@ -162,6 +162,10 @@ class Status:
 
         table = "".join([row(HEADINGS, "th"), *(row(texts, "td") for texts in self.rows)])
         return f"<p>{html.escape(self.headline)}</p><table>{table}</table><p>{html.escape(self.decided)}</p>"
+
+
+def _known(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.2f}"
 
 
 def ranks_by_speed(

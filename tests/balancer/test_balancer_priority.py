@@ -95,6 +95,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.slow
 def test_a_run_resumed_within_an_epoch_goes_on_bit_for_bit(run_ranks, tmp_path):
     """Saved between two updates of its third epoch with a straggler; then over the ends of two epochs."""
 

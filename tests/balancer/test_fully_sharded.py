@@ -184,6 +184,7 @@ def test_gradients_that_are_not_reduced_yet_keep_units_where_they_are(rank, grou
     torch.testing.assert_close(zr.clip_grad_norm_(training.model.parameters(), 1e9), norm, rtol=1e-12, atol=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", DECODERS)
 def test_what_is_being_gathered_when_units_move_is_not_used(run_ranks, tmp_path, kind):
     def check(rank, group):
@@ -199,6 +200,7 @@ def test_what_is_being_gathered_when_units_move_is_not_used(run_ranks, tmp_path,
     assert_as_undivided(run_ranks(check, 4), tmp_path)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_what_is_gathered_stays_so_until_units_move_or_are_saved(rank, group):
     balancer, training = balanced("DTensor", grid_of())
@@ -290,6 +292,7 @@ def test_a_rank_keeps_some_units_as_fully_shard_fails_where_a_parameter_is_empty
         zr.Balancer(model, adamw(model), zr.BalanceConfig(mode="off"), process_group=grid["tp"])
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_under_grouped_queries_whole_groups_move(rank, group):
     grid = grid_of()

@@ -217,6 +217,7 @@ def test_freezing_leaves_weights_and_moments_of_pruned_columns_across_moves(run_
 # ---- saved and resumed ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_state_of_another_division_brings_what_is_known_to_the_owners_of_now(run_ranks):
     """Where units do not move they stay as this run was told, and where it may not be away, at home."""
     cases = [("even", (3, 1)), ((3, 1), "even"), ((3, 1), (1, 3))]

@@ -80,11 +80,13 @@ def test_heads_or_groups_of_a_slow_rank_move(rank, group):
     check_cases(rank, group, 2)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_heads_of_a_slow_rank_of_four_move(rank, group):
     check_cases(rank, group, 4)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_ranks_of_one_head_each_divide_the_slow_ones_and_whole_ones_stay(rank, group):
     of_rank = {}

@@ -130,6 +130,7 @@ def replace_optimizer(run):
     return "weights changed, but not by the AdamW that the Balancer was given"
 
 
+@pytest.mark.slow
 def test_what_was_replaced_is_told_at_the_next_update_and_no_unit_moves(run_ranks):
     @for_each([(replace_block,), (replace_parameter,), (replace_param_groups,), (replace_optimizer,)])
     def train(rank, group, replace):

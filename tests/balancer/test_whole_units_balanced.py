@@ -61,6 +61,7 @@ def trained(run, group, rank, slow, number=8):
     return step_s(run, group)
 
 
+@pytest.mark.slow
 @on_ranks(2, [(mode, may_move) for mode in ("exact", "zero-rd", "mig", "semi", "off") for may_move in (True, False)])
 def test_equally_fast_ranks_are_left_alone(rank, group, mode, may_move):
     with caught_log_lines() as lines:

@@ -51,6 +51,7 @@ def sum_loss(model, batch):
     return model(batch["x"]).square().sum()
 
 
+@pytest.mark.slow
 @on_ranks(2, [((5, 3),), ((4, 4),), ((8, 0),), ((2, 6),)])
 def test_means_over_what_counts_are_fine_and_what_reads_several_samples_is_told(rank, group, counts):
     def causes(loss, model=None, **options):

@@ -74,6 +74,7 @@ PARTS = [
 ]
 
 
+@pytest.mark.slow
 @on_ranks(2, PARTS)
 def test_parts_are_those_of_the_forward_and_what_is_detached_is_no_partial_sum(
     rank, group, kind, split, parts, expected

@@ -67,6 +67,7 @@ with SlowOps() as slow:
 """
 
 
+@pytest.mark.slow
 def test_a_rank_of_a_job_that_is_slow_is_named(tmp_path):
     program, path = tmp_path / "slowed.py", tmp_path / "probe.json"
     program.write_text(SLOWED)

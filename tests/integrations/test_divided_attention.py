@@ -40,6 +40,7 @@ def train(kind, model, steps, clip, after_step=lambda: None):
     return values
 
 
+@pytest.mark.slow
 @on_ranks(2, [(kind,) for kind in ("Llama", "Mistral", "ViT")])
 def test_models_train_as_the_undivided_ones(rank, group, kind):
     whole, model = build(kind), split(build(kind), group)

@@ -56,6 +56,7 @@ def test_at_home_it_is_the_host_and_moves_change_nothing(run_ranks, tmp_path, or
         assert torch.equal(tensor, values[name]), name
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_columns_at_random_are_dropped_as_without_fully_shard(rank, group):
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

@@ -116,6 +116,7 @@ def test_torchs_program_trains_as_one_process_and_saves_what_it_learned(run_rank
         torch.testing.assert_close(state[name], weights[name], atol=0, rtol=0)
 
 
+@pytest.mark.slow
 def test_fsdp2(run_ranks, tmp_path):
     names = names_of("with_fsdp2.py")
     torch.manual_seed(0)
@@ -163,6 +164,7 @@ def test_each_cell_of_the_table_of_hosts_is_short_and_backed_by_a_test_that_ther
     assert [f"{file}::{name}" for file, name in named if f"def {name}(" not in files.get(file, "")] == []
 
 
+@pytest.mark.slow
 def test_accelerate(run_ranks, tmp_path, monkeypatch):
     pytest.importorskip("accelerate")
     names = names_of("with_accelerate.py")
@@ -179,6 +181,7 @@ def test_accelerate(run_ranks, tmp_path, monkeypatch):
     run_ranks(check, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.transformers
 @pytest.mark.filterwarnings("ignore")
 def test_transformers(run_ranks, tmp_path, monkeypatch):
@@ -238,6 +241,7 @@ def test_experts_that_are_loaded_as_the_page_says_train_in_bfloat16_wherever_neu
     run_ranks(check, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.transformers
 @pytest.mark.filterwarnings("ignore")
 def test_peft(run_ranks, tmp_path, monkeypatch):

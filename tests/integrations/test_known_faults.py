@@ -54,6 +54,7 @@ def assert_said(lines, cases):
         assert said is None or said in first[0], (case.name, first)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("colossalai_module")
 def test_colossalai(run_ranks):
     from colossalai_cases import CASES as SOUND

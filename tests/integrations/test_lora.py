@@ -182,6 +182,7 @@ def loss_of_decoder(model, seed):
     return model(**batch_of_decoder(seed)).loss
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma3"])
 def test_a_decoder_that_transformers_has_split_moves_with_its_adapter(run_ranks, tmp_path, monkeypatch, kind):
@@ -237,6 +238,7 @@ def loss_of_heads(model, seed):
     return (model(query_heads.X) * (1 + seed % 3)).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("copies_are_cheap")
 @on_ranks(2)
 def test_groups_of_queries_that_are_apart_share_the_rows_of_matrices(rank, group):
@@ -373,6 +375,7 @@ def test_matrices_merge_at_home(rank, group, how):
 FORCED = {"ratio": 0.5, "ranks": [1]}
 
 
+@pytest.mark.slow
 @on_ranks(2, [(how,) for how in HOWS[::4]])
 def test_columns_of_the_layers_within_are_lent_and_dropped_and_matrices_stay(rank, group, how, *, tmp_path):
     whole = whole_lora()
@@ -392,6 +395,7 @@ def test_columns_of_the_layers_within_are_lent_and_dropped_and_matrices_stay(ran
         balancer.close()
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_segments_with_lora_are_checked_by_numbers(rank, group):
     model = converted("layers", group)

@@ -169,6 +169,7 @@ def test_gpt2_cannot_be_split_by_torch_and_is_told_so(run_ranks):
     run_ranks(check, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("neurons", "kv_heads"), [(52, 3), (51, 3), (52, 1)])
 def test_heads_and_neurons_that_ranks_do_not_divide_are_held_whole(run_ranks, tmp_path, monkeypatch, neurons, kv_heads):
     sizes = {"hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": kv_heads, "intermediate_size": neurons}

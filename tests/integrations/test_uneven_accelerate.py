@@ -55,6 +55,7 @@ def trained(parts, save_at=None, folder=None):
     return losses
 
 
+@pytest.mark.slow
 @on_ranks(2, [(43, 1, (8, 4)), (43, 3, (12, 0)), (43, 3, None), (37, 3, (8, 4))])
 def test_losses_and_weights_are_those_of_one_process_also_from_a_saved_state(
     rank, group, number, num_micro_batches, counts, *, tmp_path

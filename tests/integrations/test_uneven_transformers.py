@@ -200,6 +200,7 @@ def test_samplers_and_data_without_length_are_refused_by_name(rank, group, *, tm
             trainer_of(TakesSums(), tmp_path, dataset=Stream(), max_steps=2).train()
 
 
+@pytest.mark.slow
 @on_ranks(2, timeout_s=110)
 def test_a_slow_rank_is_given_fewer_samples_while_workers_fetch_and_the_model_is_evaluated(rank, group, *, tmp_path):
     class Slow(TakesSums):

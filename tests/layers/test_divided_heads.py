@@ -59,19 +59,26 @@ def run(moves, micro_batches):
 HOSTS = [(of_group, micro_batches, None) for of_group in (1, 4, 8) for micro_batches in (1, 2)]
 
 
-@on_ranks(2, [*HOSTS, (1, 1, tensor_parallel), (4, 2, zr)])
-def test_two_ranks_divide_heads(rank, group, of_group, micro_batches, host):
+def divide_heads_of_two_ranks(rank, group, of_group, micro_batches, host):
     moves = [(3.5, 4.5), (4.5, 3.5), (7.5, 0.5)]
     model = require_alike(group, run(moves, micro_batches), of_group=of_group, host=host, divisible=True)
     assert model[0].q.segment.owned.slices == 8
 
 
+test_two_ranks_divide_heads = on_ranks(2, [(1, 1, None), (4, 2, zr)])(divide_heads_of_two_ranks)
+test_two_ranks_divide_further_heads = pytest.mark.slow(
+    on_ranks(2, [*HOSTS[1:], (1, 1, tensor_parallel)])(divide_heads_of_two_ranks)
+)
+
+
+@pytest.mark.slow
 @on_ranks(4, [(1, 1), (2, 2), (4, 1)])
 def test_four_ranks_divide_heads(rank, group, of_group, micro_batches):
     moves = [(1.3, 2.3, 2.2, 2.2), (2.6, 2.6, 0.2, 2.6), (0.7, 3.1, 1.1, 3.1)]
     require_alike(group, run(moves, micro_batches), of_group=of_group, divisible=True)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_copies_are_the_same_bits_after_a_hundred_steps_with_clipping(rank, group):
     def train_long(model, optimizer, balancer, clip):
@@ -81,6 +88,7 @@ def test_copies_are_the_same_bits_after_a_hundred_steps_with_clipping(rank, grou
     assert num_divided(require_alike(group, train_long, divisible=True))
 
 
+@pytest.mark.slow
 @on_ranks(2, [(True,), (False,)])
 def test_forwards_are_checkpointed_and_layers_frozen(rank, group, use_reentrant):
     def checkpointed(model, optimizer, balancer, clip):
@@ -259,6 +267,7 @@ def test_a_trial_divides_heads_and_refuses_sequences_that_do_not_come_first(rank
         zr.check_segments(model, X)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_compiled_model_divides_heads_also_where_layers_are_frozen(rank, group):
     def run_compiled(model, optimizer, balancer, clip):

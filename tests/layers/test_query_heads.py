@@ -47,6 +47,7 @@ def test_groups_that_are_apart_train_as_the_undivided_model(rank, group):
     check_training(rank, group, moves)
 
 
+@pytest.mark.slow
 @on_ranks(2, [(tensor_parallel,), (zr,)])
 def test_groups_of_dtensors_are_apart_and_torchs_clipping_is_right(rank, group, host):
     moves = [((3, 5), (3, 5)), ((5, 3), (5, 3)), ((1, 7), (1, 7))]
@@ -58,11 +59,13 @@ def test_one_key_head_is_held_by_two_ranks(rank, group, host):
     check_training(rank, group, [((3, 5), (3, 5)), ((5, 3), (5, 3)), ((7, 1), (7, 1))], of_group=8, host=host)
 
 
+@pytest.mark.slow
 @on_ranks(4, [(None,), (tensor_parallel,)])
 def test_two_key_heads_are_held_by_four_ranks(rank, group, host):
     check_training(rank, group, [((1, 3, 2, 2), (1, 3, 2, 2))], of_group=4, host=host)
 
 
+@pytest.mark.slow
 @on_ranks(3, [(None,), (tensor_parallel,)])
 def test_two_key_heads_are_held_by_three_ranks(rank, group, host):
     check_training(rank, group, [((2, 3, 3), (2, 3, 3)), ((3, 2, 3), (3, 1, 4))], of_group=4, host=host)

@@ -24,6 +24,7 @@ FORCED = {"ratio": 0.5, "ranks": [1]}
 BOTH = [((3, 5), False), ((3.4, 4.6), True)]
 
 
+@pytest.mark.slow
 @on_ranks(2, timeout_s=110)  # compiles, on a loaded machine
 def test_a_compiled_model_may_be_apart(rank, group):
     def run(model, optimizer, balancer, clip):
@@ -39,8 +40,7 @@ def test_a_compiled_model_may_be_apart(rank, group):
 LENDING = [(transport, *how, False) for transport in MIGRATION_TRANSPORTS for how in (*BOTH, ((6, 2), False))]
 
 
-@on_ranks(2, [*LENDING, (MIGRATION_TRANSPORTS[0], (5, 3), False, True)])
-def test_ranks_lend_while_groups_are_apart(rank, group, transport, shares, divisible, compiles):
+def lend_while_groups_are_apart(rank, group, transport, shares, divisible, compiles):
     def run(model, optimizer, balancer, clip):
         call = compiled(model, fullgraph=False)[0] if compiles else model
         return train(call, optimizer, 3, clip, balancer.step)
@@ -50,6 +50,13 @@ def test_ranks_lend_while_groups_are_apart(rank, group, transport, shares, divis
     assert model[0].k.loans.has_loans and counts_of(model)[0] == pytest.approx(shares, abs=0.2)
 
 
+test_ranks_lend_while_groups_are_apart = on_ranks(2, LENDING[:2])(lend_while_groups_are_apart)
+test_ranks_lend_further_while_groups_are_apart = pytest.mark.slow(
+    on_ranks(2, [*LENDING[2:], (MIGRATION_TRANSPORTS[0], (5, 3), False, True)])(lend_while_groups_are_apart)
+)
+
+
+@pytest.mark.slow
 @on_ranks(2, [("given", *BOTH[0]), ("named", *BOTH[0]), ("given", *BOTH[1])])
 def test_a_closure_computes_and_clips_within_the_step(rank, group, how, shares, divisible):
     def run(model, optimizer, balancer, clip):
@@ -72,6 +79,7 @@ def test_a_closure_computes_and_clips_within_the_step(rank, group, how, shares, 
     require_alike(group, run, divisible=divisible)
 
 
+@pytest.mark.slow
 @on_ranks(2, [(zeroes, *how) for zeroes in (True, False) for how in BOTH])
 def test_steps_are_skipped_gradients_stay_and_units_move_between_backward_and_step(
     rank, group, zeroes, shares, divisible
@@ -180,6 +188,7 @@ class Computing:
             return self.model(x.to(self.dtype))
 
 
+@pytest.mark.slow
 @on_ranks(2, [(*bits, *how) for bits in ((torch.float32, True), (torch.bfloat16, False)) for how in BOTH])
 def test_few_bits(rank, group, dtype, autocasts, shares, divisible):
     def run(model, optimizer, balancer, clip):
@@ -212,6 +221,7 @@ class WithMasters:
             weight.grad = None
 
 
+@pytest.mark.slow
 @on_ranks(2, BOTH)
 def test_a_wrapper_puts_master_copies_into_the_optimizer_after_groups_are_apart(rank, group, shares, divisible):
     model = split(group).float()

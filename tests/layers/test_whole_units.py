@@ -145,6 +145,7 @@ def test_three_heads_on_two_ranks_train_as_the_undivided_model(rank, group, host
     check(rank, group, host, 3, 13, MOVES[2])
 
 
+@pytest.mark.slow
 @on_ranks(3, [(host,) for host in HOSTS])
 def test_thirty_two_neurons_and_seven_heads_on_three_ranks_do(rank, group, host):
     check(rank, group, host, 7, 32, MOVES[3])
@@ -156,8 +157,7 @@ def test_twenty_eight_heads_on_eight_ranks_do(rank, group, host):
     check(rank, group, host, 28, 61, MOVES[8])
 
 
-@on_ranks(2, [(host,) for host in HOSTS])
-def test_what_is_saved_at_home_or_away_is_the_undivided_model(rank, group, host, *, tmp_path):
+def what_is_saved_at_home_or_away_is_the_undivided_model(rank, group, host, *, tmp_path):
     model, optimizer, balancer, whole = check(rank, group, host, 3, 13, MOVES[2][:1])
     for name, shares in (("home", (1, 1)), ("away", (1, 2))):
         balancer.move(shares)
@@ -174,6 +174,14 @@ def test_what_is_saved_at_home_or_away_is_the_undivided_model(rank, group, host,
     dcp.load(state, checkpoint_id=tmp_path / "home")
     again = zr.Balancer(other, others, zr.BalanceConfig(mode="off"), process_group=group)
     assert train(other, others, 2, again.step) == pytest.approx(train(model, optimizer, 2, balancer.step), rel=1e-10)
+
+
+test_what_is_saved_at_home_or_away_is_the_undivided_model = on_ranks(2, [("plain",)])(
+    what_is_saved_at_home_or_away_is_the_undivided_model
+)
+test_what_other_hosts_save_at_home_or_away_is_the_undivided_model = pytest.mark.slow(
+    on_ranks(2, [(host,) for host in HOSTS if host != "plain"])(what_is_saved_at_home_or_away_is_the_undivided_model)
+)
 
 
 @on_ranks(3, [("plain", True), ("dtensor", False)])
@@ -224,6 +232,7 @@ def test_layers_of_a_segment_that_are_split_by_other_units_compute_nothing_wrong
         model(X)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_rank_that_fails_alone_tells_those_that_are_about_to_hold_whole_units(rank, group, *, monkeypatch):
     for mistake, message in (("gradient", "has a gradient"), ("search", "no such thing")):

@@ -23,6 +23,7 @@ def balanced(layers, group, **config):
     return model, zr.Balancer(model, torch.optim.SGD(model.parameters()), process_group=group, config=config)
 
 
+@pytest.mark.slow
 def test_it_counts_what_a_step_moves_whether_forwards_are_recomputed_or_not(run_ranks, monkeypatch):
     """On a clock that only what arrives at this rank moves."""
     transports = []

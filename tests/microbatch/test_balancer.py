@@ -155,6 +155,7 @@ def test_a_slow_stage_gives_layers_away_and_gets_them_back(rank, group):
     assert kinds[0] in ("rearrange", "leave out") and slow != strategy and final == strategy
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_paused_by_one_rank_layers_stay_and_are_advised_until_it_is_over(rank, group, *, tmp_path):
     wishes, records, strategy = Wishes(rank, tmp_path, by_file=True), [], Strategy(pp=2)

@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Callable
 
+import pytest
 import torch
 from helpers.on_ranks import gathered, on_ranks
 from helpers.planning import error_of, is_alive, wait_until
@@ -40,6 +41,7 @@ class Planner(IterationPlanner):
         return self.text(iteration)
 
 
+@pytest.mark.slow
 def test_all_ranks_get_the_same_plans_of_planners_and_after_a_restart_other_ones(run_ranks, forked):
     def train(rank, group):
         store = share_store(group)

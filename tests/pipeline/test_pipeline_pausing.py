@@ -11,6 +11,7 @@ pytestmark = pytest.mark.same_ranks
 HOME = (0, 4, 8)
 
 
+@pytest.mark.slow
 @on_ranks(2, cases=[(False,), (True,)])
 def test_off_measures_nothing_and_moves_nothing_and_on_follows_the_work_again(rank, group, by_file, *, tmp_path):
     wishes = Wishes(rank, tmp_path, by_file=by_file)

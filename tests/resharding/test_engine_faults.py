@@ -17,7 +17,9 @@ from zeroresize.comm import words
 from zeroresize.resharding import agreement, transaction, transport
 from zeroresize.resharding.agreement import NotEnoughMemoryError
 
-pytestmark = pytest.mark.parametrize("kind", KINDS)
+pytestmark = pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind == "parts of heads" else []) for kind in KINDS]
+)
 NOTHING = "nothing has moved or changed"
 
 

@@ -37,6 +37,7 @@ def is_alive(pid):
     return True
 
 
+@pytest.mark.slow
 def test_a_program_with_ranks_ends_with_one_line_and_leaves_none(tmp_path):
     package = tmp_path / "program"
     package.mkdir()

@@ -127,6 +127,7 @@ def test_a_slow_rank_is_shrunk_left_out_and_comes_back_and_results_are_those_of_
     assert records[-1]["moved_bytes"] > 0
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_paused_by_one_rank_strategies_stay_and_are_advised_until_it_is_over(rank, group, *, tmp_path):
     wishes, records, losses = Wishes(rank, tmp_path, by_file=False), [], []

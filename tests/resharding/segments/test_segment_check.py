@@ -230,6 +230,7 @@ def reads_and_moves_a_buffer(group):
     assert result.problem is None and not model.mean.any()
 
 
+@pytest.mark.slow
 def test_forwards_that_fail_or_differ_on_a_rank_end_on_all_and_moving_buffers_do_no_harm(run_ranks):
     cases = fails_on_a_rank, leaves_out_layers, reads_and_moves_a_buffer
     run_ranks(for_each([[case] for case in cases])(lambda rank, group, case: case(group)), 2, timeout_s=30)

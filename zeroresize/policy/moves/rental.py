@@ -51,7 +51,7 @@ class Reason(Enum):
     DUE = "staying has cost as much as the change"
     LASTS = "the work stays as it is for long enough to pay for the change"
     NEEDED = "what is in force cannot stay"
-    NOTHING_SAVES = "no further change saves more than noise"
+    NOTHING_SAVES = "no change saves more than noise"
     NOT_YET = "staying has not cost as much as the change yet"
     PAUSED = "the last change could not be made, and is not tried again at once"
     HELD = "a user decides"
