@@ -203,6 +203,8 @@ def test_sigterm_to_one_rank_saves_and_the_resumed_run_equals_the_uninterrupted_
         ("second", cut, lambda: sigterm_at(3, Feed, "count")),
         ("third", cut, lambda: None, "--resume"),
     ):
+        if (through / "costs.json").exists():  # so that all plan alike; measuring takes half a minute
+            more.append(f"--set=microbatches.costs={through / 'costs.json'}")
         ended = forked_training([*given, f"--output={folder}", *more], tmp_path / said, before, main)
         assert ended.returncode == 0, ended.stderr
         if said == "second":
@@ -213,9 +215,7 @@ def test_sigterm_to_one_rank_saves_and_the_resumed_run_equals_the_uninterrupted_
             )
             assert list(losses_of(cut)) == [1, 2, 3] and not (cut / "summary.json").exists()
     by_run = list(map(losses_of, folders))
-    assert len(by_run[0]) == 6 and by_run[0] == pytest.approx(
-        by_run[1], rel=1e-6
-    )  # costs that are measured anew plan float32 otherwise
+    assert len(by_run[0]) == 6 and by_run[0] == by_run[1]
 
 
 SWITCHING = {"ranges": [{"up_to": 6, "strategy": [2, 1, 1]}, {"up_to": 24, "strategy": [1, 2, 1]}]}
