@@ -29,6 +29,7 @@ from zeroresize.runtime.activations import Batch, BatchOf, HandedOn, as_argument
 from zeroresize.runtime.counted_loss import Loss
 from zeroresize.runtime.stage import RECOMPUTATIONS, set_recomputation
 from zeroresize.strategy.model import SwitchableModel
+from zeroresize.strategy.step_trainer import tell_ranks
 from zeroresize.utils.checked import checked, integer, real
 from zeroresize.utils.codec import decoded, encoded
 from zeroresize.utils.hashing import digest
@@ -74,6 +75,7 @@ class ProfiledShapes:
             )
 
 
+@checked(tell=lambda given, error: tell_ranks(given["model"], error))
 def measure_model(
     model: SwitchableModel,
     batch_of: BatchOf,

@@ -54,6 +54,10 @@ def _tell(given: Mapping[str, Any], error: ValueError) -> None:
     let_others_know(given["process_group"] or dist.group.WORLD, device, error)
 
 
+def _tell_of_model(given: Mapping[str, Any], error: ValueError) -> None:
+    let_others_know(given["self"].process_group, given["self"].device, error)
+
+
 @checked(tell=_tell, nodes=integer(0), max_bytes=integer(1), device=known_device)
 class SwitchableModel:
     """Runs whole layers under one of several strategies at a time (HotSPa); collective, as all of its methods.
@@ -262,6 +266,7 @@ class SwitchableModel:
         """Return the parameters of :meth:`named_parameters`."""
         return (parameter for _, parameter in self.named_parameters())
 
+    @checked(tell=_tell_of_model)
     @by_one_thread
     def switch_to(self, strategy: Strategy, *, gradients: bool = True, in_background: bool = False) -> SwitchReport:
         """Go on under another strategy, within an optimizer's step (HotSPa, Algorithm 1 plans who sends what).
@@ -308,6 +313,7 @@ class SwitchableModel:
         if self._placements[self.current] is self._optimizer_placement:
             self._let_go_of_casts()
 
+    @checked(tell=_tell_of_model)
     @by_one_thread
     def prefetch(self, strategy: Strategy) -> bool:
         """Let the weights travel to a strategy from now on, beside what is trained until :meth:`switch_to` it.
@@ -417,6 +423,7 @@ class SwitchableModel:
         self.drop_copies()
         return SwitchReport(peak_bytes=held + move.needed_bytes, **move.figures(begin))
 
+    @checked(tell=_tell_of_model)
     @by_one_thread
     def add(self, strategy: Strategy) -> None:
         """Take a further strategy, to which a later :meth:`switch_to` may go, until :meth:`forget`.
@@ -429,6 +436,7 @@ class SwitchableModel:
         """
         self._placements.add(strategy)
 
+    @checked(tell=_tell_of_model)
     @by_one_thread
     def forget(self, strategy: Strategy) -> None:
         """Give up a strategy, with the process groups, modules and plans that no other one needs.
