@@ -353,6 +353,8 @@ def test_what_is_sound_is_taken_and_numbers_of_numpy_and_torch_become_plain_ones
     ):
         with pytest.raises(ValueError, match=f"taken: {text}.* is not allowed"):
             taken(**wrong)
+    with pytest.raises(TypeError, match=r"^taken: .*unexpected keyword argument 'size'; it takes count, limits, path, "):
+        taken(size=3)
 
 
 def everyone_fails(rank, make):

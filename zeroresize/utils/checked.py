@@ -62,7 +62,11 @@ def checked(*, tell: Tell | None = None, **limits: Limit) -> Callable[[_Callable
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs)  # a TypeError by Python's rules where names do not fit
+            try:
+                given = signature.bind(*args, **kwargs)
+            except TypeError as error:
+                takes = ", ".join(name for name in signature.parameters if name != "self")
+                raise TypeError(f"{target.__name__}: {error}; it takes {takes}") from None
             try:
                 for name, value in given.arguments.items():
                     parameter = signature.parameters[name]
