@@ -353,7 +353,9 @@ def test_what_is_sound_is_taken_and_numbers_of_numpy_and_torch_become_plain_ones
     ):
         with pytest.raises(ValueError, match=f"taken: {text}.* is not allowed"):
             taken(**wrong)
-    with pytest.raises(TypeError, match=r"^taken: .*unexpected keyword argument 'size'; it takes count, limits, path, "):
+    with pytest.raises(
+        TypeError, match=r"^taken: .*unexpected keyword argument 'size'; it takes \(count=1, limits=None, path="
+    ):
         taken(size=3)
 
 

@@ -65,8 +65,9 @@ def checked(*, tell: Tell | None = None, **limits: Limit) -> Callable[[_Callable
             try:
                 given = signature.bind(*args, **kwargs)
             except TypeError as error:
-                takes = ", ".join(name for name in signature.parameters if name != "self")
-                raise TypeError(f"{target.__name__}: {error}; it takes {takes}") from None
+                takes = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+                needed = inspect.Signature([each for each in takes if each.name != "self"])
+                raise TypeError(f"{target.__name__}: {error}; it takes {needed}") from None
             try:
                 for name, value in given.arguments.items():
                     parameter = signature.parameters[name]
