@@ -24,7 +24,7 @@ ELSEWHERE = {
     "programs/own_forward.py": "integrations/test_host_forward.py",
 }
 #: Pages of fragments, each of which continues a program of the reader's.
-FRAGMENTS = ("commands.md", "studies.md", "watching.md")
+FRAGMENTS = ("commands.md", "watching.md")
 #: Programs are made shorter: few steps, and costs of few shapes.
 SHORTER = {
     r"for (step|iteration) in range\(\w+\)": r"for \1 in range(3)",

@@ -1,7 +1,4 @@
-"""A host whose layers keep their own forward, and whose units move.
-
-torchrun --nproc-per-node 2 docs/programs/own_forward.py
-"""
+"""A host whose layers keep their own forward: torchrun --nproc-per-node 2 docs/programs/own_forward.py"""
 
 import torch
 import torch.distributed as dist
@@ -51,8 +48,7 @@ class FusedMlp(nn.Module):
 
 # What moving units needs to know of it: neurons lie along dimension 1 of ``down``, and so on; in ``gate_up`` in two
 # parts, one after the other; all ranks hold the same bias.
-dims = {"down": 1, "gate_up": (0, 2), "scale": 0, "bias": None}
-register_host(HostForwardClasses(segments={FusedMlp: dims}))
+register_host(HostForwardClasses(segments={FusedMlp: {"down": 1, "gate_up": (0, 2), "scale": 0, "bias": None}}))
 register_segments(FusedMlp, lambda mlp: zr.Segment([], mlp, kind="neurons"))
 
 
@@ -81,6 +77,5 @@ def main(group, num_steps=12):
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     losses, counts = main(dist.group.WORLD)
-    if dist.get_rank() == 0:
-        print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}; the ranks have {counts} neurons")
+    print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}; the ranks have {counts} neurons")
     dist.destroy_process_group()

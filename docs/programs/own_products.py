@@ -1,7 +1,4 @@
-"""A host whose layers are swapped for ones that can be balanced.
-
-torchrun --nproc-per-node 2 docs/programs/own_products.py
-"""
+"""A host whose layers are swapped: torchrun --nproc-per-node 2 docs/programs/own_products.py"""
 
 import torch
 import torch.distributed as dist
@@ -12,48 +9,41 @@ from zeroresize.integrations import SwappedClasses, register_host
 from zeroresize.layers.balanced_linear import BalancedLinear
 
 
-# The host's layers, which know nothing of balancing.
-class SumGradients(torch.autograd.Function):
+class Sum(torch.autograd.Function):
+    """Sums over the ranks in the forward, or, where ``in_forward`` is false, in the backward."""
+
     @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
+    def forward(ctx, x, group, in_forward):
+        ctx.group, ctx.in_forward, x = group, in_forward, x.clone()
+        if in_forward:
+            dist.all_reduce(x, group=group)
+        return x
 
     @staticmethod
     def backward(ctx, dx):
         dx = dx.clone()
-        dist.all_reduce(dx, group=ctx.group)
-        return dx, None
+        if not ctx.in_forward:
+            dist.all_reduce(dx, group=ctx.group)
+        return dx, None, None
 
 
-class SumOutputs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, y, group):
-        y = y.clone()
-        dist.all_reduce(y, group=group)
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy, None
-
-
+# The host's layers, which know nothing of balancing.
 class HostColumn(nn.Linear):
     def __init__(self, in_features, out_features, group):
-        super().__init__(in_features, out_features // dist.get_world_size(group))
+        super().__init__(in_features, out_features // group.size())
         self.process_group = group
 
     def forward(self, x):
-        return super().forward(SumGradients.apply(x, self.process_group))
+        return super().forward(Sum.apply(x, self.process_group, False))
 
 
 class HostRow(nn.Linear):
     def __init__(self, in_features, out_features, group):
-        super().__init__(in_features // dist.get_world_size(group), out_features, bias=False)
+        super().__init__(in_features // group.size(), out_features, bias=False)
         self.process_group = group
 
     def forward(self, x):
-        return SumOutputs.apply(super().forward(x), self.process_group)
+        return Sum.apply(super().forward(x), self.process_group, True)
 
 
 # What balancing needs to know of them.
@@ -75,14 +65,12 @@ register_host(SwappedClasses({HostColumn: BalancedColumn, HostRow: BalancedRow})
 
 
 def main(group, num_steps=20):
-    """Losses of a training in which rank 1 prunes half of its columns, whatever its speed."""
+    """Losses of a training in which rank 1 prunes half of its columns, whatever its speed, and the plan."""
     torch.manual_seed(0)
     model = nn.Sequential(HostColumn(64, 256, group), nn.GELU(), HostRow(256, 64, group))
-    config = zr.BalanceConfig(mode="zero-pri", ratio=0.5, ranks=[1])
     optimizer = torch.optim.AdamW(model.parameters())
-    balancer = zr.Balancer(model, optimizer, config)
-    x = torch.randn(512, 64, generator=torch.Generator().manual_seed(1))
-    losses = []
+    balancer = zr.Balancer(model, optimizer, zr.BalanceConfig(mode="zero-pri", ratio=0.5, ranks=[1]))
+    x, losses = torch.randn(512, 64, generator=torch.Generator().manual_seed(1)), []
     for _ in range(num_steps):
         loss = (model(x) - x).square().mean()
         loss.backward()
@@ -96,6 +84,5 @@ def main(group, num_steps=20):
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     losses, plan = main(dist.group.WORLD)
-    if dist.get_rank() == 0:
-        print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}; rank 1 prunes {plan.ranks[1].pruned:.0%}")
+    print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}; rank 1 prunes {plan.ranks[1].pruned:.0%}")
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Accelerate: torchrun --nproc-per-node 2 docs/programs/with_accelerate.py"""
+"""Accelerate: torchrun --nproc-per-node 2 docs/programs/with_accelerate.py folder"""
 
 import sys
 
@@ -7,7 +7,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import zeroresize as zr
@@ -16,14 +15,14 @@ import zeroresize as zr
 def main(folder, num_batches=24, goes_on=False):
     """Losses of batches, two of which make a step; the first half is saved in ``folder``, and can be gone on from."""
     accelerator = Accelerator(cpu=not torch.accelerator.is_available(), gradient_accumulation_steps=2)
-    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,), mesh_dim_names=("tp",))
+    mesh = dist.init_device_mesh(accelerator.device.type, (accelerator.num_processes,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)).to(accelerator.device)
     parallelize_module(model, mesh["tp"], {"0": zr.ColwiseParallel(), "2": zr.RowwiseParallel()})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.5)
     optimizer = accelerator.prepare(optimizer)  # not the model: it is split already, and not to be wrapped
-    balancer = zr.Balancer(model, optimizer, zr.BalanceConfig(mode="exact"))
+    balancer = zr.Balancer(model, optimizer)
     state = {**zr.sharded_state_dict(model, optimizer), "balancer": balancer, "scheduler": scheduler}
     if goes_on:
         dcp.load(state, storage_reader=zr.CheckpointReader(folder))
@@ -49,7 +48,5 @@ def main(folder, num_batches=24, goes_on=False):
 
 
 if __name__ == "__main__":
-    losses = main(sys.argv[1])
-    if dist.get_rank() == 0:
-        print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}")
+    print("losses:", *main(sys.argv[1]))
     dist.destroy_process_group()

@@ -1,7 +1,4 @@
-"""A model that Colossal-AI's HybridParallelPlugin splits.
-
-torchrun --nproc-per-node 4 docs/programs/with_colossalai.py folder
-"""
+"""Colossal-AI's HybridParallelPlugin: torchrun --nproc-per-node 4 docs/programs/with_colossalai.py folder"""
 
 import logging
 import sys
@@ -56,7 +53,7 @@ def main(folder, num_steps=8, goes_on=False):
     booster, model = Booster(plugin=plugin), undivided()
     model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     zr.convert(model, plugin.tp_group)
-    balancer = zr.Balancer(model, optimizer, zr.BalanceConfig(mode="exact"))
+    balancer = zr.Balancer(model, optimizer)
     of_rank = f"{folder}/rank{dist.get_rank()}.pt"
     if goes_on:
         booster.load_model(model, f"{folder}/model")
@@ -66,14 +63,12 @@ def main(folder, num_steps=8, goes_on=False):
             master.copy_(saved)
         balancer.load_state_dict(state["balancer"])  # moves units to where they were
 
-    replica, num_replicas = plugin.dp_group.rank(), plugin.dp_group.size()
     losses = []
-    slow = zr.StragglerInjector(model, process_group=plugin.tp_group, chi={1: 4.0})
-    with slow:  # leave it out of your training
+    with zr.StragglerInjector(model, process_group=plugin.tp_group, chi={1: 4.0}):  # leave it out of your training
         for step in range(num_steps // 2 if goes_on else 0, num_steps):
             for number in (2 * step, 2 * step + 1):
                 with nullcontext() if number % 2 else booster.no_sync(model, optimizer):
-                    loss = model(**batch(number * num_replicas + replica)).loss
+                    loss = model(**batch(number * plugin.dp_group.size() + plugin.dp_group.rank())).loss
                     booster.backward(loss / 2, optimizer)
                 losses.append(loss.item())
             optimizer.step()
@@ -92,6 +87,5 @@ if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)  # shows what the balancer does
     colossalai.launch_from_torch()
     losses = main(sys.argv[1], num_steps=200, goes_on=sys.argv[2:] == ["resume"])
-    if dist.get_rank() == 0:
-        print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}")
+    print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}")
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Lightning's ModelParallelStrategy: torchrun --nproc-per-node 2 docs/programs/with_lightning.py"""
+"""Lightning's ModelParallelStrategy: torchrun --nproc-per-node 2 docs/programs/with_lightning.py folder"""
 
 import sys
 
@@ -40,18 +40,15 @@ class Regression(LightningModule):
 def main(folder, num_ranks=2, **options):
     """Losses of the batches of one epoch."""
     module = Regression()
-    balance = BalanceCallback(zr.BalanceConfig(mode="exact"))
     trainer = Trainer(
-        accelerator="auto",
         devices=num_ranks,
         strategy=ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=num_ranks),
-        callbacks=[balance, ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1, filename="{step}")],
+        callbacks=[BalanceCallback(), ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1, filename="{step}")],
         max_epochs=1,
         accumulate_grad_batches=2,
         gradient_clip_val=1.0,
         use_distributed_sampler=False,  # the ranks of a group read the same batches
         logger=False,
-        enable_progress_bar=False,
     )
     batches = torch.randn(16, 32, 16, generator=torch.Generator().manual_seed(1))
     trainer.fit(module, DataLoader(batches, batch_size=None), **options)
@@ -59,7 +56,5 @@ def main(folder, num_ranks=2, **options):
 
 
 if __name__ == "__main__":
-    losses = main(sys.argv[1])
-    if torch.distributed.get_rank() == 0:
-        print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}")
+    print("losses:", *main(sys.argv[1]))
     torch.distributed.destroy_process_group()

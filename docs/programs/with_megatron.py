@@ -1,7 +1,4 @@
-"""Megatron-Core's layers, DistributedDataParallel and optimizer.
-
-torchrun --nproc-per-node 4 docs/programs/with_megatron.py
-"""
+"""Megatron-Core's layers and optimizer: torchrun --nproc-per-node 4 docs/programs/with_megatron.py folder"""
 
 import sys
 from contextlib import nullcontext
@@ -46,11 +43,8 @@ def build():
 
 def batch(number):
     """Words of this replica, the same on all ranks of its tensor-parallel group."""
-    replica, num_replicas = (
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_data_parallel_world_size(),
-    )
-    generator = torch.Generator().manual_seed(number * num_replicas + replica)
+    seed = number * parallel_state.get_data_parallel_world_size() + parallel_state.get_data_parallel_rank()
+    generator = torch.Generator().manual_seed(seed)
     words = torch.randint(WORDS, (4, LENGTH + 1), generator=generator).to(torch.cuda.current_device())
     positions = torch.arange(LENGTH, device=words.device).expand(4, LENGTH)
     mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool, device=words.device).triu(1)
@@ -68,7 +62,7 @@ def main(folder, num_steps=8):
     """Losses of this replica's batches, two in a step."""
     wrapped, optimizer = build()
     group = parallel_state.get_tensor_model_parallel_group()
-    balancer = zr.Balancer(wrapped, optimizer, zr.BalanceConfig(mode="exact"), process_group=group)
+    balancer = zr.Balancer(wrapped, optimizer, process_group=group)
     losses = []
     for step in range(num_steps):
         wrapped.zero_grad_buffer()
@@ -92,7 +86,5 @@ if __name__ == "__main__":  # a save starts a process that imports this program
     torch.distributed.init_process_group("nccl")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     tensor_parallel.model_parallel_cuda_manual_seed(0)
-    losses = main(sys.argv[1])
-    if torch.distributed.get_rank() == 0:
-        print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}")
+    print("losses:", *main(sys.argv[1]))
     torch.distributed.destroy_process_group()

@@ -4,75 +4,43 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import zeroresize as zr
-
-
-class FeedForward(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        return self.down(nn.functional.gelu(self.up(x)))
 
 
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(width), FeedForward(width)
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 64), nn.Linear(64, width)
 
     def forward(self, x):
-        return x + self.mlp(self.norm(x))
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
-class Model(nn.Module):
-    def __init__(self, num_words=32, width=16, num_blocks=2):
-        super().__init__()
-        self.embed = nn.Embedding(num_words, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, num_words)
-
-    def forward(self, words):
-        x = self.embed(words)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+class Model(nn.Sequential):
+    def __init__(self, num_words=32, width=16):
+        embed, head = nn.Embedding(num_words, width), nn.Linear(width, num_words)
+        super().__init__(embed, Block(width), Block(width), nn.LayerNorm(width), head)
 
 
-def split(model, mesh):
-    ends = {
-        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "norm": SequenceParallel(use_local_output=True),
-        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-    }
-    parallelize_module(model, mesh, ends)
-    for block in model.blocks:
-        plan = {
-            "norm": SequenceParallel(use_local_output=True),
-            "mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
-            "mlp.up": ColwiseParallel(),
-            "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
-        }
-        parallelize_module(block, mesh, plan)
-    return model
+PLAN = {
+    "0": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "[12].norm": SequenceParallel(use_local_output=True),
+    "[12].up": ColwiseParallel(input_layouts=Shard(1)),
+    "[12].down": RowwiseParallel(output_layouts=Shard(1)),
+    "3": SequenceParallel(use_local_output=True),
+    "4": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+}
 
 
 def main(mesh, folder, num_steps=6):
     """Losses of a training in which rank 0 owns three quarters of the neurons from the third step on."""
     torch.manual_seed(0)  # equal weights on every rank, and equal batches
-    model = split(Model(), mesh)
+    model = parallelize_module(Model(), mesh, PLAN)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # after the split, which makes new weights
-    balancer = zr.Balancer(model, optimizer, zr.BalanceConfig())
+    balancer = zr.Balancer(model, optimizer)
     losses = []
     for step in range(num_steps):
         words = torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(step))
@@ -87,16 +55,13 @@ def main(mesh, folder, num_steps=6):
         losses.append(loss.item())
     dcp.save(zr.sharded_state_dict(model, optimizer), checkpoint_id=folder)  # in any division
     with balancer.at_home():  # or as torch does, with all units at home
-        weights = {
-            name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in model.state_dict().items()
-        }
+        weights = {name: weight.full_tensor() for name, weight in model.state_dict().items()}
     balancer.close(at_home=True)
     return losses, weights
 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    losses, _ = main(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))["tp"], "checkpoint")
-    if dist.get_rank() == 0:
-        print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}")
+    losses, _ = main(dist.init_device_mesh("cpu", (dist.get_world_size(),)), "checkpoint")
+    print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}")
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Hugging Face Trainer: torchrun --nproc-per-node 2 docs/programs/with_trainer.py"""
+"""Hugging Face Trainer: torchrun --nproc-per-node 2 docs/programs/with_trainer.py folder"""
 
 import sys
 
@@ -7,7 +7,6 @@ import torch.distributed as dist
 import transformers
 from transformers.distributed import DistributedConfig
 
-import zeroresize as zr
 from zeroresize.integrations.transformers import BalanceCallback
 
 
@@ -29,13 +28,11 @@ def main(folder, num_steps=8):
         save_only_model=True,  # the callback saves the optimizer's state, whole
         logging_steps=1,
         learning_rate=1e-2,
-        report_to=[],
         use_cpu=not torch.cuda.is_available(),
     )
     words = torch.randint(64, (32, 8), generator=torch.Generator().manual_seed(1))
     data = [{"input_ids": each, "labels": each} for each in words]
-    balance = BalanceCallback(zr.BalanceConfig(mode="exact"))
-    trainer = transformers.Trainer(model, arguments, train_dataset=data, callbacks=[balance])
+    trainer = transformers.Trainer(model, arguments, train_dataset=data, callbacks=[BalanceCallback()])
     trainer.train()
     trainer.save_model(f"{folder}/trained")  # by all ranks: whole tensors, for any number of ranks
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -43,7 +40,5 @@ def main(folder, num_steps=8):
 
 if __name__ == "__main__":
     dist.init_process_group()
-    losses = main(sys.argv[1])
-    if dist.get_rank() == 0:
-        print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}")
+    print("losses:", *main(sys.argv[1]))
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""A model that transformers has split: torchrun --nproc-per-node 2 docs/programs/with_transformers.py"""
+"""A model that transformers has split: torchrun --nproc-per-node 2 docs/programs/with_transformers.py folder"""
 
 import logging
 import sys
@@ -13,12 +13,11 @@ import zeroresize as zr
 
 def split(folder):
     """The model that ``folder`` holds, divided over all ranks."""
-    options = {"tp_plan": "auto", "torch_dtype": torch.float32}
+    options = {"tp_plan": "auto"}
     if int(transformers.__version__.split(".")[0]) >= 5:
         from transformers.distributed import DistributedConfig
 
-        of_plan = DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())
-        options = {"distributed_config": of_plan, "dtype": torch.float32}
+        options = {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())}
     return transformers.LlamaForCausalLM.from_pretrained(folder, **options).train()
 
 
@@ -56,7 +55,5 @@ def main(folder, num_steps=12, goes_on=False):
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)  # shows what the balancer does
     dist.init_process_group()
-    losses = main(sys.argv[1])
-    if dist.get_rank() == 0:
-        print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}")
+    print("losses:", *main(sys.argv[1]))
     dist.destroy_process_group()

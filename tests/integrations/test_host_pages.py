@@ -1,6 +1,7 @@
 """The programs of docs/programs run as they stand, on two ranks, and train as one process; its table names tests."""
 
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -26,10 +27,12 @@ def programs_of(page):
     return re.findall(r"```python\n(.*?)```", (PAGES / page).read_text(), re.DOTALL)
 
 
-def names_of(program):
-    """What a program of docs/programs defines."""
+def names_of(program, behind="", lines=""):
+    """What a program of docs/programs defines, with lines of a page behind one of its own."""
+    text = (PAGES.parent / "programs" / program).read_text()
+    assert text.count(behind) == 1 or not behind
     names = {"__name__": program}
-    exec(compile((PAGES.parent / "programs" / program).read_text(), f"docs/programs/{program}", "exec"), names)
+    exec(compile(text.replace(behind, behind + lines, 1), f"docs/programs/{program}", "exec"), names)
     return names
 
 
@@ -247,8 +250,17 @@ def test_experts_that_are_loaded_as_the_page_says_train_in_bfloat16_wherever_neu
 def test_peft(run_ranks, tmp_path, monkeypatch):
     import transformers
 
-    peft, names = pytest.importorskip("peft"), names_of("with_peft.py")
+    peft = pytest.importorskip("peft")
+    (wrapping,) = programs_of("peft.md")
+    names = names_of("with_transformers.py", "    model = split(folder)\n", textwrap.indent(wrapping, "    "))
     moves_in(monkeypatch, names, {2: (3, 1), 4: (1, 3)})
+
+    class Saving(names["zr"].Balancer):
+        def __init__(self, model, optimizer):
+            super().__init__(model, optimizer)
+            model.save_pretrained(tmp_path / "begun")
+
+    monkeypatch.setattr(zr, "Balancer", Saving)
 
     def check(rank, group):
         with as_rank(rank, 2):
@@ -257,10 +269,10 @@ def test_peft(run_ranks, tmp_path, monkeypatch):
     losses, losses_1 = run_ranks(check, 2)
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     model = peft.PeftModel.from_pretrained(model, tmp_path / "begun", is_trainable=True).train()
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
-    expected = losses_of_decoder(model, optimizer, range(8))
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-3)
+    expected = losses_of_decoder(model, optimizer, range(12))
     assert losses == losses_1 == pytest.approx(expected, abs=1e-5)
-    model.load_adapter(tmp_path / "adapter", "trained")
+    model.load_adapter(tmp_path / "trained", "trained")
     for kind in ("default", "trained"):
         state = peft.get_peft_model_state_dict(model, adapter_name=kind)
         assert len(state) == 28
