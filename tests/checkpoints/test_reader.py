@@ -188,7 +188,7 @@ def test_classes_that_the_user_trusts_are_read(tmp_path):
 
 @on_ranks(2)
 def test_a_divided_model_its_optimizer_and_whatever_is_beside_them(rank, group, *, tmp_path):
-    """As usage.md has it, on ranks of which one is given a tampered index in the end: all of them hear of it."""
+    """As saving.md has it, on ranks of which one is given a tampered index in the end: all of them hear of it."""
 
     def training(seed, targets):
         model = block(group, seed)
