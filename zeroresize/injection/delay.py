@@ -194,6 +194,10 @@ class Slowdown:
     def chi(self, chi: float) -> None:
         for delay in self._all:
             delay.chi = chi
+        self._chi_has_changed()
+
+    def _chi_has_changed(self) -> None:
+        """Do what a new χ asks for besides."""
 
     @property
     def num_products(self) -> int:
