@@ -6,6 +6,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -76,7 +77,9 @@ def watch(
         ValueError: for arguments of another kind, a group without this rank, or ranks that do not agree on them.
         RuntimeError: if not all ranks come within the time limit of their process group.
     """
-    return Watch(model, optimizer, _group_of(process_group), update_every, tolerance, on_status)
+    is_job = dist.is_available() and dist.is_initialized()
+    group = require_group(process_group or dist.group.WORLD) if is_job else None
+    return Watch(model, optimizer, group, update_every, tolerance, on_status)
 
 
 class Watch:
@@ -99,8 +102,7 @@ class Watch:
         self._work = math.nan  # counted in this step so far
         self._steps: ModelSteps | None = None
         self._slowness: SlownessWatch | None = None
-        self._unhook: Callable[[], object] = lambda: None
-        self._detach: Callable[[], object] = lambda: None
+        self._attached = ExitStack()
         if group is None or group_size(group) == 1:
             logger.info("there is only one rank, so none can be slower than others: nothing is watched")
             return
@@ -111,14 +113,15 @@ class Watch:
             "whether zeroresize.watch was given an optimizer": str(self._has_optimizer),
         }
         exchange = Exchange(CpuGroup(group, agreement, explains=False))
+        self._attached.callback(exchange.close)
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._slowness = SlownessWatch(exchange, rank, num_ranks, update_every, device, tolerance, on_status)
+        self._attached.callback(self._slowness.close)
         self._steps = ModelSteps(model)
+        self._attached.callback(self._steps.close)
         if self._has_optimizer:
-            self._unhook = hook_steps(optimizer, after=self._after_step)
-        finalizer = weakref.finalize(self, _detach, self._steps, self._slowness, exchange)
-        finalizer.atexit = False
-        self._detach = finalizer
+            self._attached.callback(hook_steps(optimizer, after=self._end_step))
+        weakref.finalize(self, self._attached.close).atexit = False
 
     def count(self, work: float | Tensor) -> None:
         """Count work of this rank's present step, at any time within it and as often as it has parts.
@@ -174,7 +177,7 @@ class Watch:
 
         1 stands for as fast as the fastest, 0.5 for twice its time. Empty before the second exchange.
         """
-        return self._slowness.scores if self._slowness is not None else (1.0,)
+        return self.report().scores if self._slowness is not None else (1.0,)
 
     def metrics(self) -> dict[str, float]:
         """Return this rank's numbers for any logger, names beginning with ``watch/``. Times are in seconds.
@@ -190,8 +193,7 @@ class Watch:
     def close(self) -> None:
         """Take back all hooks, and leave the other ranks; what was seen can still be asked for."""
         self._is_closed = True
-        self._unhook()
-        self._detach()
+        self._attached.close()
 
     def __enter__(self) -> Watch:
         return self
@@ -199,28 +201,7 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _after_step(self) -> None:
-        if not self._is_closed:
-            self._end_step()
-
     def _end_step(self) -> None:
         work, self._work = self._work, math.nan
         if self._steps is not None and self._slowness is not None:
             self._slowness.end_step(self._steps.end_step(work))
-
-
-def _detach(steps: ModelSteps, slowness: SlownessWatch, exchange: Exchange) -> None:
-    steps.close()
-    slowness.close()
-    exchange.close()
-
-
-def _group_of(process_group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:
-    """Return the group to watch; None where there is only this process.
-
-    Raises:
-        ValueError: if this rank is not in it.
-    """
-    if not dist.is_available() or not dist.is_initialized():
-        return None
-    return require_group(dist.group.WORLD if process_group is None else process_group)

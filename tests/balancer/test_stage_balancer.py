@@ -12,6 +12,7 @@ from helpers.virtual_training import VirtualTime
 from torch import nn
 
 import zeroresize as zr
+from zeroresize.measure import clocks
 from zeroresize.pipeline import (
     Pipeline,
     PipelineBalancer,
@@ -82,7 +83,7 @@ class Training:
         zr.convert(layers, process_group=self.group)
         self.time = VirtualTime(0.001)
         virtual_training.keep_time(self.time, [one for layer in layers for one in (layer.up, layer.down)])
-        for module in (moving_layers, measuring):
+        for module in (moving_layers, measuring, clocks):
             module.time = clock_of(self.time.perf_counter)
         self.pipeline = Pipeline(layers, nn.functional.mse_loss, num_microbatches=MICRO, process_group=pipelines[shard])
         self.optimizer = torch.optim.AdamW(self.pipeline.parameters(), lr=1e-3)

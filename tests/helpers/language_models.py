@@ -13,6 +13,7 @@ from lm_examples.config import READER
 from lm_examples.data import Files
 from lm_examples.gpt import ModelConfig
 from lm_examples.pipeline_feed import PipelineFeed
+from zeroresize.measure import clocks
 from zeroresize.pipeline import Pipeline, measuring, move_layers, moving_layers
 from zeroresize.utils.files import read_json_lines
 
@@ -176,7 +177,7 @@ def keep_time():
     def sleep(seconds):
         now[0] += seconds
 
-    for module in (moving_layers, measuring, pace):
+    for module in (moving_layers, measuring, clocks, pace):
         module.time = clock_of(lambda: now[0], sleep=sleep)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from zeroresize.measure import clocks
 from zeroresize.pipeline import Pipeline, PipelineBalancer, measuring, moving_layers
 from zeroresize.resharding import transaction
 
@@ -32,7 +33,7 @@ class Pace:
 
     def keep_time(self):
         """What balancing measures from now on, it reads off this clock."""
-        for module in (moving_layers, measuring, transaction):
+        for module in (moving_layers, measuring, transaction, clocks):
             module.time = clock_of(lambda: self.now_s)
 
     def sleep(self, number, seconds):

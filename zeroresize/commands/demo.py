@@ -13,6 +13,7 @@ import tempfile
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from zeroresize.commands import live
@@ -22,7 +23,6 @@ from zeroresize.commands.tables import console, table_of
 from zeroresize.utils.extras import need
 from zeroresize.utils.progress import LINE_EVERY_S
 from zeroresize.utils.texts import duration_text
-from zeroresize.utils.usual import middle_of
 
 #: Seconds of a run; in fewer no phase has an update, in more nothing happens any more.
 _LEAST_S, _MOST_S = 4.0, 3600.0
@@ -105,7 +105,7 @@ class _Steps:
     def usual_s(self, number: int) -> float:
         """Seconds of a step in the second half of a phase, in which all that moves has moved."""
         of_phase = [step_s for phase, step_s in self.updates if phase == number]
-        return middle_of(of_phase[len(of_phase) // 2 :]) if of_phase else math.nan
+        return median(of_phase[len(of_phase) // 2 :]) if of_phase else math.nan
 
     def table(self) -> Any:
         """What a terminal shows of the phases."""

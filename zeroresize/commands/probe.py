@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from zeroresize.commands.errors import CommandError, require_within, write
@@ -25,7 +26,7 @@ from zeroresize.commands.tables import console, table_of
 from zeroresize.config import BalanceConfig
 from zeroresize.utils.progress import Progress
 from zeroresize.utils.texts import size_text
-from zeroresize.utils.usual import middle_of, usual_of_others
+from zeroresize.utils.usual import usual_of_others
 
 _LEAST_S, _MOST_S = 1.0, 600.0
 _LEAST_ROUNDS, _MOST_ROUNDS = 10, 30
@@ -117,7 +118,7 @@ def slow_ranks(readings: Sequence[Reading]) -> dict[int, dict[str, float]]:
                 ratios = [seconds[at] / usual[at] for seconds, usual in zip(rounds, others, strict=True)]
                 least = sorted(ratios)[len(ratios) // _ALL_BUT_ONE_OF]
                 if least - 1.0 > _TOLERANCES.get(what, BalanceConfig.tolerance):
-                    slow.setdefault(reading.rank, {})[what] = middle_of(ratios)
+                    slow.setdefault(reading.rank, {})[what] = median(ratios)
     return slow
 
 
@@ -184,7 +185,7 @@ def _measure(member: Member, seconds: float) -> Reading:
         measure_round()
     dist.destroy_process_group()
     kept = {name: rounds[2:] for name, rounds in taken_s.items() if rounds}
-    per_second = {name: amounts[name] / middle_of(rounds) for name, rounds in kept.items()}
+    per_second = {name: amounts[name] / median(rounds) for name, rounds in kept.items()}
     name = torch.cuda.get_device_name(device) if kind == "cuda" else "cpu"
     return Reading(member.rank, member.nodes[member.rank], name, kind, kept, per_second)
 

@@ -31,7 +31,7 @@ from zeroresize.policy.tensor.what_if import WhatIf
 from zeroresize.status import Status
 from zeroresize.utils.progress import Progress
 from zeroresize.utils.texts import CAUSES, duration_text, named_ranks, percent_text
-from zeroresize.utils.usual import middle_of, usual_of_others
+from zeroresize.utils.usual import usual_of_others
 
 #: Who makes a smaller share of all steps late is no straggler, and what saves less is not worth a line of code.
 _LEAST = 0.05
@@ -122,7 +122,8 @@ def stragglers_of(job: Job) -> list[Straggler]:
             windows = [window_of([steps[place] for place in slow], len(slow)) for steps in job.steps]
             cause = next(iter(shares_of_causes(windows.pop(row), windows)), "compute")
             cause = job.causes.get(job.ranks[row], cause)
-            usual_times, numbers = middle_of([times[place] for place in slow]), [job.numbers[place] for place in slow]
+            usual_times = statistics.median(times[place] for place in slow)
+            numbers = [job.numbers[place] for place in slow]
             stragglers.append(Straggler(job.ranks[row], usual_times, numbers, cause, late_s))
     return sorted(stragglers, key=lambda each: each.late_s, reverse=True)
 

@@ -22,6 +22,7 @@ from zeroresize.policy.slowness.group_slowness import TOLERANCE, GroupSlowness, 
 from zeroresize.policy.slowness.lines import lines_of, past_line
 from zeroresize.policy.slowness.surroundings import NUM_NUMBERS, Place, Surroundings
 from zeroresize.policy.slowness.windows import StepWindow, WatchedStep, usual_waits, window_of
+from zeroresize.resharding.agreement import text_numbers, text_of
 from zeroresize.status import RankStatus, Status
 
 logger = logging.getLogger(__name__)
@@ -42,8 +43,7 @@ class SlownessWatch:
     ) -> None:
         self._on_status = on_status if rank == 0 else None
         self._exchange, self._rank, self._update_every = exchange, rank, update_every
-        names = exchange.gather([float(byte) for byte in socket.gethostname().encode()])
-        nodes = [bytes(map(int, name)).decode() for name in names]
+        nodes = [text_of(numbers) for numbers in exchange.gather(text_numbers(socket.gethostname()))]
         self._group, self._gpu = GroupSlowness(num_ranks, tolerance, nodes), GpuReader(device)
         self._places: dict[Where, Place] = {}
         self._steps: list[WatchedStep] = []
@@ -80,11 +80,6 @@ class SlownessWatch:
     def report(self) -> WatchReport:
         """Return who is slow, as of the last round that has come."""
         return self._group.report()
-
-    @property
-    def scores(self) -> tuple[float, ...]:
-        """Of every rank, the fastest rank's usual busy time as a share of its own; empty before the first round."""
-        return self._group.scores
 
     def metrics(self) -> dict[str, float]:
         """Return what :meth:`zeroresize.watching.Watch.metrics` tells."""

@@ -89,10 +89,6 @@ class CpuDelay(Delay):
 class CudaDevice(DeviceClock):
     """The current stream of a CUDA device."""
 
-    def wait_for(self, mark: torch.cuda.Event) -> None:
-        """Wait until the device has passed ``mark``."""
-        mark.synchronize()
-
     def spin(self, cycles: int) -> None:
         """Keep the stream busy for so many clock cycles."""
         with torch.cuda.device(self._device):
@@ -198,6 +194,10 @@ class Slowdown:
     def chi(self, chi: float) -> None:
         for delay in self._all:
             delay.chi = chi
+        self._chi_has_changed()
+
+    def _chi_has_changed(self) -> None:
+        """Do what a new χ asks for besides."""
 
     @property
     def num_products(self) -> int:

@@ -29,6 +29,7 @@ class SlowOps(Slowdown):
 
     Raises:
         ValueError: for an unknown scope.
+        RuntimeError: where χ rises above 1 inside a mode that was entered later.
     """
 
     def __init__(self, *, scope: Scope = "gemm") -> None:
@@ -37,17 +38,9 @@ class SlowOps(Slowdown):
         self._is_active = False
         self._num_modes_below = 0
 
-    @property
-    def chi(self) -> float:
-        """The skewness χ ≥ 1 in force; a RuntimeError where it rises above 1 inside a mode that was entered later."""
-        return super().chi
-
-    @chi.setter
-    def chi(self, chi: float) -> None:
-        for delay in self._all:
-            delay.chi = chi
+    def _chi_has_changed(self) -> None:
         if self._is_active:
-            self._watch(chi > 1.0)
+            self._watch(self.chi > 1.0)
 
     def __enter__(self) -> SlowOps:
         self._num_modes_below = len(dispatch_modes())

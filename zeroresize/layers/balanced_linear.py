@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import gather_along, group_rank, group_size, scatter_along
 from zeroresize.kernels.probe import Probes
-from zeroresize.layers.compiled_products import CompiledForwards, compiled_column_products, compiled_row_products
+from zeroresize.layers.compiled_products import CompiledForwards, compiled_products
 from zeroresize.layers.divided_heads import whole_heads, with_divided_heads
 from zeroresize.layers.functional import (
     LastGradients,
@@ -346,7 +346,7 @@ class BalancedLinear:
             sums = self.is_lent_from  # lent products arrive within our sum
             x = gather_along(x, self.process_group, sequence_dim, sums=not sums)
         if torch.compiler.is_compiling():
-            y = self._products_in_graph(compiled_column_products, x, bias, sums)
+            y = self._products_in_graph("column", x, bias, sums)
         else:
             y = self._products_now(column_parallel_products, x, bias, sums)
         if self.shared_rows is None:
@@ -373,7 +373,7 @@ class BalancedLinear:
             y = self.row_products(x, bias, sums=sums)
             return scatter_along(y, self.process_group, sequence_dim, sums=not sums)
         if torch.compiler.is_compiling():
-            return self._products_in_graph(compiled_row_products, x, bias, sums)
+            return self._products_in_graph("row", x, bias, sums)
         return self._products_now(row_parallel_products, x, bias, sums)
 
     @property
@@ -400,9 +400,9 @@ class BalancedLinear:
         is_all = self.is_column_parallel and not (self.training and torch.is_grad_enabled())
         return None if is_all else self.shared_rows
 
-    def _products_in_graph(self, compute: Callable[..., Tensor], x: Tensor, bias: Tensor | None, sums: bool) -> Tensor:
+    def _products_in_graph(self, kind: str, x: Tensor, bias: Tensor | None, sums: bool) -> Tensor:
         x, weight, bias = cast_for_autocast(x, self.weight_in_graph(), bias)
-        return compute(x, weight, bias, self.forwards.number, self.training, sums)
+        return compiled_products(kind, x, weight, bias, self.forwards.number, self.training, sums)
 
     def _forward_begins(self, x: Tensor, is_training: bool) -> SharedProducts | None:
         """Tell who watches before anything is sent, and return the loans of this forward."""

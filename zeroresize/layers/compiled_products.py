@@ -82,21 +82,13 @@ _numbers = itertools.count()
 _layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-def compiled_column_products(
-    x: Tensor, w_NK: Tensor, bias_N: Tensor | None, number: Tensor, is_training: bool, sums: bool
+def compiled_products(
+    kind: str, x: Tensor, w_NK: Tensor, bias_N: Tensor | None, number: Tensor, is_training: bool, sums: bool
 ) -> Tensor:
-    """Compute, in a graph, what :func:`~zeroresize.layers.functional.column_parallel_products` does."""
+    """Compute, in a graph, the products of a ``kind`` of layer, "column" or "row", as the functions of that name do."""
     _graph_begins()
-    y, _ = torch.ops.zeroresize.column_products(x, w_NK, bias_N, number, is_training, sums)
-    return y
-
-
-def compiled_row_products(
-    x: Tensor, w_NK: Tensor, bias_N: Tensor | None, number: Tensor, is_training: bool, sums: bool
-) -> Tensor:
-    """Compute, in a graph, what :func:`~zeroresize.layers.functional.row_parallel_products` does."""
-    _graph_begins()
-    y, _ = torch.ops.zeroresize.row_products(x, w_NK, bias_N, number, is_training, sums)
+    compute = torch.ops.zeroresize.column_products if kind == "column" else torch.ops.zeroresize.row_products
+    y, _ = compute(x, w_NK, bias_N, number, is_training, sums)
     return y
 
 

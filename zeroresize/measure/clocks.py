@@ -20,6 +20,9 @@ class Clock(Protocol):
 
     def has_passed(self, mark: Any) -> bool: ...
 
+    def wait_for(self, mark: Any) -> None:
+        """Wait until ``mark`` has passed."""
+
     def enter_main_stream(self) -> None:
         """Begin a step, on the stream that is current now."""
 
@@ -43,6 +46,9 @@ class CpuClock:
 
     def has_passed(self, mark: float) -> bool:
         return True
+
+    def wait_for(self, mark: float) -> None:
+        pass
 
     def enter_main_stream(self) -> None:
         pass
@@ -74,6 +80,9 @@ class DeviceClock:
 
     def has_passed(self, mark: torch.cuda.Event) -> bool:
         return mark.query()
+
+    def wait_for(self, mark: torch.cuda.Event) -> None:
+        mark.synchronize()
 
     def enter_main_stream(self) -> None:
         self._main_stream = torch.cuda.current_stream(self._device)

@@ -31,6 +31,7 @@ from zeroresize.comm.exchange import Exchange
 from zeroresize.comm.groups import CpuGroup
 from zeroresize.comm.pausing import Restraint
 from zeroresize.comm.words import Call
+from zeroresize.measure.clocks import clock_for
 from zeroresize.measure.links import measure_neighbour_links
 from zeroresize.measure.memory_meter import SavedBytes
 from zeroresize.pipeline.pipeline import Pipeline
@@ -89,18 +90,19 @@ class LayerProfiler(LayerWatcher):
     ) -> None:
         super().__init__(pipeline.module.watchers)
         self._pipeline, self._optimizer, self._counts_activations = pipeline, optimizer, counts_activations
-        self._begun: list[_Mark] = []
-        self._measured: list[tuple[int, bool, _Mark, _Mark]] = []  # layer, whether forward, begin, end
+        self._clock = clock_for(pipeline.device)
+        self._begun: list[Any] = []
+        self._measured: list[tuple[int, bool, Any, Any]] = []  # layer, whether forward, begin, end
         self._saved: dict[int, SavedBytes] = {}
 
     def __enter__(self) -> LayerProfiler:
         self._boundaries = self._pipeline.boundaries
-        self._begin = _Mark(self._pipeline.device)
+        self._begin = self._clock.mark()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._end = _Mark(self._pipeline.device)
+        self._end = self._clock.mark()
         super().__exit__(*error)
         self._bytes = {number: self._bytes_of(self._pipeline.layers[number]) for number in self._pipeline.present}
 
@@ -117,12 +119,12 @@ class LayerProfiler(LayerWatcher):
         """
         loss = len(self._pipeline.layers)
         seconds_of = {number: [0.0, 0.0] for number in (*self._bytes, loss)}
-        self._end.wait()
+        self._clock.wait_for(self._end)
         for number, is_forward, begin, end in self._measured:
             if number in seconds_of:
-                seconds_of[number][0 if is_forward else 1] += begin.seconds_until(end)
+                seconds_of[number][0 if is_forward else 1] += self._clock.seconds(begin, end)
         most = max(stop - start for start, stop in itertools.pairwise(self._boundaries))
-        stage_figures = [self._begin.seconds_until(self._end), sum(seconds_of[loss])]
+        stage_figures = [self._clock.seconds(self._begin, self._end), sum(seconds_of[loss])]
         for number, sizes in self._bytes.items():
             saved = self._saved[number].total if number in self._saved else 0
             forward_s, backward_s = seconds_of[number]
@@ -143,10 +145,10 @@ class LayerProfiler(LayerWatcher):
     def begins(self, number: int, is_forward: bool, inputs: Sequence[Any]) -> None:
         if self._counts_activations and is_forward and number in self._pipeline.present and number not in self._saved:
             self._saved[number] = SavedBytes(self._pipeline.layers[number], inputs)  # of one micro-batch
-        self._begun.append(_Mark(self._pipeline.device))
+        self._begun.append(self._clock.mark())
 
     def ends(self, number: int, is_forward: bool) -> None:
-        self._measured.append((number, is_forward, self._begun.pop(), _Mark(self._pipeline.device)))
+        self._measured.append((number, is_forward, self._begun.pop(), self._clock.mark()))
         if is_forward and number in self._saved:
             self._saved[number].end()
 
@@ -160,31 +162,6 @@ class LayerProfiler(LayerWatcher):
             sum(one.nbytes for one in tensors) for tensors in ([*parameters, *layer.buffers()], gradients, of_state)
         )
         return weights, grads, state
-
-
-class _Mark:
-    """A moment: of the device's stream on a GPU, where nothing waits for it, of the clock elsewhere."""
-
-    __slots__ = ("_event", "_now")
-
-    def __init__(self, device: torch.device) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._now = 0.0
-        if device.type == "cuda":
-            self._event = torch.cuda.Event(enable_timing=True)
-            self._event.record(torch.cuda.current_stream(device))
-        else:
-            self._now = time.perf_counter()
-
-    def wait(self) -> None:
-        """Until a GPU has come to it."""
-        if self._event is not None:
-            self._event.synchronize()
-
-    def seconds_until(self, other: _Mark) -> float:
-        if self._event is not None and other._event is not None:
-            return self._event.elapsed_time(other._event) / 1000.0
-        return other._now - self._now
 
 
 class WorkCounter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 
 
 def usual_of(values: Sequence[float]) -> float:
@@ -10,7 +11,7 @@ def usual_of(values: Sequence[float]) -> float:
 
     It forgives a hiccup, an evaluation or a checkpoint.
     """
-    return min(values) if len(values) == 2 else middle_of(values)
+    return min(values) if len(values) == 2 else median(values)
 
 
 def usual_of_others(values: Sequence[float]) -> list[float]:
@@ -23,9 +24,3 @@ def usual_of_others(values: Sequence[float]) -> list[float]:
         lower, upper = lower + (lower >= place), upper + (upper >= place)
         usual[index] = ascending[lower] if lower == upper else (ascending[lower] + ascending[upper]) / 2
     return usual
-
-
-def middle_of(values: Sequence[float]) -> float:
-    """Return the median."""
-    ascending, half = sorted(values), len(values) // 2
-    return ascending[half] if len(ascending) % 2 else (ascending[half - 1] + ascending[half]) / 2

@@ -196,23 +196,18 @@ class GroupSlowness:
                     past.counted_s = excess_s
         return events + self._follow_past(as_they_are)
 
-    @property
-    def scores(self) -> tuple[float, ...]:
-        """[R] the fastest rank's usual time as a share of each rank's own; empty before the first round."""
-        busy_s = [window.busy_s for window in self._usual(FEW)]
-        return tuple(min(busy_s) / seconds for seconds in busy_s)
-
     def report(self) -> WatchReport:
         """Return who is slow now, and what that has cost."""
         usual, ended = self._usual(FEW), dict(self._ended)
+        busy_s = tuple(window.busy_s for window in usual)
         now = {rank: slowness.slow for rank, slowness in self._slow.items()}
         ended |= {rank: now.pop(rank) for rank in self._slow if self._levels[rank].seems_recovered}
         return WatchReport(
             step=self._last_step,
             num_ranks=len(self._levels),
             slow=tuple(now[rank] for rank in sorted(now)),
-            scores=self.scores,
-            busy_s=tuple(window.busy_s for window in usual),
+            scores=tuple(min(busy_s) / seconds for seconds in busy_s),
+            busy_s=busy_s,
             step_s=max((window.step_s for window in usual), default=math.nan),
             cost_s=self._cost_s,
             share_saved=share_saved(usual) if usual else math.nan,

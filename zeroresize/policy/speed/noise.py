@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from zeroresize.policy import FEW
-from zeroresize.utils.usual import middle_of
 
 #: What differs by more standard deviations is a jump of the speed.
 JUMP = 4.0
@@ -64,8 +64,8 @@ class Noise:
         """Take the logarithms of an interval's steps."""
         if len(values) < FEW:
             return
-        middle = middle_of(values)
-        variance = (_NORMAL * middle_of([abs(value - middle) for value in values])) ** 2
+        middle = median(values)
+        variance = (_NORMAL * median([abs(value - middle) for value in values])) ** 2
         if self.scatter == 0.0:
             self.scatter = variance
         else:  # an interval within which the speed jumps scatters widely

@@ -82,14 +82,13 @@ class StragglerDecision:
         min_saving: float = MIN_SAVING,
         cost: MoveCost = _COST,
         as_planned_s: Callable[[Sequence[Strategy], Sequence[float]], float] | None = None,
-        replan: MoveCost = REPLAN_COST,
     ) -> None:
         self.original = tuple(original)
         self.state = StragglerState(self.original, cost)
         self.verdict = Verdict(Reason.NOTHING_SAVES)
         self._model, self._costs = model, costs
         self._tolerance, self._min_saving = tolerance, min_saving
-        self._as_planned_s, self._replan, self._is_planned_evenly = as_planned_s, replan, True
+        self._as_planned_s, self._replan, self._is_planned_evenly = as_planned_s, REPLAN_COST, True
         self._changed: tuple[tuple[Strategy, ...], tuple[Strategy, ...]] = self.original, self.original
         self._last: tuple[object, tuple[StrategyProposal, ...]] | None = None
 

@@ -10,10 +10,11 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from zeroresize.plan.group import Workshares
 from zeroresize.policy.tensor.costs import LEAST_SHARE, MOST, ResizingCost
-from zeroresize.utils.usual import middle_of, usual_of
+from zeroresize.utils.usual import usual_of
 
 #: Of a step in which a rank computes its own products and no others.
 WHOLE = Workshares()
@@ -172,6 +173,6 @@ def usual_step(steps: Sequence[StepTimes]) -> StepTimes:
         gather_fill_s=usual_of([step.gather_fill_s for step in steps]),
         shares=steps[-1].shares,
         is_forced=steps[-1].is_forced,
-        wait_s=middle_of([step.wait_s for step in steps]),
+        wait_s=median([step.wait_s for step in steps]),
         update_s=usual_of([step.update_s for step in steps]),
     )
