@@ -25,12 +25,12 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 55_043,
+    "package lines": 55_014,
     "package files": 319,
-    "package code lines": 35_948,
-    "tests lines": 54_341,
+    "package code lines": 35_940,
+    "tests lines": 54_488,
     "examples lines": 14_424,
-    "docs lines": 5_047,
+    "docs lines": 4_895,
     "tuning constants": 161,
 }
 
