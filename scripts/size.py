@@ -28,7 +28,7 @@ LIMITS = {
     "package lines": 55_014,
     "package files": 319,
     "package code lines": 35_940,
-    "tests lines": 54_488,
+    "tests lines": 54_495,
     "examples lines": 14_424,
     "docs lines": 4_895,
     "tuning constants": 161,

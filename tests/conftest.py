@@ -25,6 +25,7 @@ from helpers import processes
 from hypothesis import is_hypothesis_test
 
 import zeroresize as zr
+from zeroresize.measure import clocks
 from zeroresize.policy.tensor.costs import MigrationCost
 from zeroresize.utils import progress
 
@@ -164,6 +165,12 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
     """``run_ranks(fn, num_ranks, *args, timeout_s=60)`` returns ``fn(rank, group, *args)`` of every rank, by rank."""
     return processes.runner_in(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def a_tests_clock_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What helpers put in place of the time is undone, where a test lets them do so in this process."""
+    monkeypatch.setattr(clocks, "time", clocks.time)
 
 
 @pytest.fixture
