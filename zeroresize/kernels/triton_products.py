@@ -306,15 +306,15 @@ for _name, _launch, _like in (("kept_inner", _inner, _like_inner), ("kept_column
     _library.impl(_name, _launch, "CUDA")
     _library.impl(_name, _launch, "CPU")  # of the interpreter
     torch.library.register_fake(f"zeroresize::{_name}", _like, lib=_library)
-_kept_inner, _kept_columns_of = torch.ops.zeroresize.kept_inner, torch.ops.zeroresize.kept_columns
+kept_inner, kept_columns = torch.ops.zeroresize.kept_inner, torch.ops.zeroresize.kept_columns
 
 
-@register_flop_formula(_kept_inner)
+@register_flop_formula(kept_inner)
 def _flops_of_inner(x_TK: Any, w_NK: Any, bias_N: Any, keep_P: Any, *others: Any, **named: Any) -> int:
     return 2 * x_TK[0] * w_NK[0] * keep_P[0]
 
 
-@register_flop_formula(_kept_columns_of)
+@register_flop_formula(kept_columns)
 def _flops_of_columns(a_MR: Any, b_RK: Any, keep_P: Any, *others: Any, **named: Any) -> int:
     return 2 * a_MR[0] * a_MR[1] * keep_P[0]
 
@@ -329,7 +329,7 @@ def forward(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None, plan: LayerPlan |
         return reference.forward(x_TK, w_NK, bias_N, plan, gemm)
 
     def by_triton(plan: LayerPlan, config: Config) -> Tensor:
-        return _kept_inner(x_TK, w_NK, bias_N, plan.keep_P, plan.kept.block, config)
+        return kept_inner(x_TK, w_NK, bias_N, plan.keep_P, plan.kept.block, config)
 
     return _computed("forward", (x_TK, w_NK), plan, by_reference, by_triton, gemm)
 
@@ -361,7 +361,7 @@ def _gradient(a_MR: Tensor, b_RK: Tensor, last_MK: Tensor | None) -> Callable[[L
 
     def by_triton(plan: LayerPlan, config: Config) -> Tensor:
         columns = plan.keep_P, plan.pruned, plan.lent
-        return _kept_columns_of(a_MR, b_RK, *columns, plan.imputation, last_MK, plan.kept.block, config)
+        return kept_columns(a_MR, b_RK, *columns, plan.imputation, last_MK, plan.kept.block, config)
 
     return by_triton
 
