@@ -1,7 +1,7 @@
 """Resized products beside a roofline: python -m scripts.bench.kernels, on a GPU; --device cpu --shrink 8 on the CPU.
 
 For layers of ViT-1B and LLaMA-3 8B at TP 8 and each pruning ratio γ (in whole blocks): FLOPs of a product, the bytes
-that it reads and writes at least, and what the matrix product of the kept part alone takes, already gathered, in torch's
+that it reads and writes at least, and what the matrix product of the kept part alone takes, gathered before, in torch's
 library: the floor. Beside it what products take with all that belongs to them, and the share of it that the floor is:
 plain torch, which gathers and fills, and Triton, with columns drawn one by one, and in blocks, of which whole tiles are
 skipped. All take turns, so that a drift of the clock hits all alike. Triton computes on GPUs only.

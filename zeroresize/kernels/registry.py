@@ -65,9 +65,10 @@ def use_triton(
     """Compute resized products by Triton wherever that was measured to be faster; needs the extra ``triton``.
 
     The first products of each shape, and of each eighth of its columns, are measured on the device, plain torch among
-    them, and the fastest is taken from then on, also by later runs: results lie in the user's cache folder. Which one
-    is taken decides how sums round. Whole products, those under ``torch.use_deterministic_algorithms`` and whatever
-    the kernels do not take are computed as before. Call it alike on every rank, before training.
+    them, and the fastest is taken from then on, also by later runs: results lie in the user's cache folder. A step in
+    which something is measured takes longer, and counts so. What is taken decides how sums round. Whole products, those
+    under ``torch.use_deterministic_algorithms`` and whatever the kernels do not take are computed as before. Call it
+    alike on every rank, before training.
 
     Args:
         device_type: "cuda", or what Triton's interpreter computes for (``TRITON_INTERPRET=1``): "cpu", never measured.

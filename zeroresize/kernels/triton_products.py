@@ -360,7 +360,7 @@ def _gradient(a_MR: Tensor, b_RK: Tensor, last_MK: Tensor | None) -> Callable[[L
     last_MK = last_MK if last_MK is not None and last_MK.shape == (len(a_MR), b_RK.shape[1]) else None
 
     def by_triton(plan: LayerPlan, config: Config) -> Tensor:
-        columns = plan.keep_P, plan.pruned, plan.lent
+        columns = plan.keep_P, plan.pruned, plan.lent.contiguous()
         return kept_columns(a_MR, b_RK, *columns, plan.imputation, last_MK, plan.kept.block, config)
 
     return by_triton
@@ -379,8 +379,11 @@ def _computed(
     is_taken = first.dtype == second.dtype and first.dtype in _DTYPES and first.numel() > 0 and second.numel() > 0
     if plan is None or not is_taken or torch.are_deterministic_algorithms_enabled():
         return by_reference(gemm)
-    config = fastest(product, operands, plan, lambda: by_reference(Probes()), lambda config: by_triton(plan, config))
-    return by_reference(gemm) if config is None else by_triton(plan, config)
+    with torch.cuda.device_of(first):
+        config = fastest(
+            product, operands, plan, lambda: by_reference(Probes()), lambda config: by_triton(plan, config)
+        )
+        return by_reference(gemm) if config is None else by_triton(plan, config)
 
 
 def require_computable(device_type: str, dtypes: Sequence[torch.dtype]) -> None:
