@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from helpers.parallel_layers import plan_keeping
 from helpers.resized_products import PRODUCTS, Operands, agree_with_formulas, by_formula, cases, drawn_plan
 from hypothesis import given, settings
 from torch.testing import assert_close
@@ -131,16 +132,17 @@ def test_without_last_gradients_of_the_shape_pruned_columns_are_zero(device):
 
 
 @interpreted
+@pytest.mark.parametrize("strides", [(2**30 + 2, 1), (1, 2**29)], ids=["rows", "columns"])
 @pytest.mark.parametrize("product", PRODUCTS)
-def test_a_matrix_may_have_more_elements_than_int32_counts(tmp_path, product):
-    """A row begins past 2³¹ elements, in a file that is a hole but for what is written."""
-    plan, stride = drawn_plan(6, 4, 0, "same"), 2**31 + 2
-    operands = Operands.random(2, 2, plan, torch.float16)
+def test_a_matrix_may_have_more_elements_than_int32_counts(tmp_path, product, strides):
+    """The last ones lie past 2³¹ elements, in a file that is a hole but for what is written."""
+    plan, size = plan_keeping({1, 2, 3, 4}, 6, "same"), 3 + 5 * 2**29
+    operands = Operands.random(3, 3, plan, torch.float16)
     for name in ("x_TK", "w_NK", "last_dx_TK", "last_dw_NK"):
-        rows = torch.from_file(str(tmp_path / name), shared=True, size=stride + 6, dtype=torch.float16)
-        rows = rows.as_strided((2, 6), (stride, 1))
-        rows.copy_(getattr(operands, name))
-        setattr(operands, name, rows)
+        matrix = torch.from_file(str(tmp_path / name), shared=True, size=size, dtype=torch.float16)
+        matrix = matrix.as_strided((3, 6), strides)
+        matrix.copy_(getattr(operands, name))
+        setattr(operands, name, matrix)
     result = getattr(products, product)(*operands.of(product, plan), Probes())
     assert_close(result.double(), by_formula(product, operands, plan), rtol=2**-10, atol=2**-14)
 
