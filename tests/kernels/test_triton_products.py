@@ -59,7 +59,7 @@ def dtypes_of(device):
     [
         pytest.param(37, 21, drawn_plan(53, 40, 5, "zero"), id="odd sizes, lent columns"),
         pytest.param(21, 37, drawn_plan(53, 17, 6, "average"), id="average"),
-        pytest.param(33, 5, drawn_plan(41, 9, 3, "same"), id="same"),
+        pytest.param(33, 5, drawn_plan(90, 9, 60, "same"), id="same, many lent"),
         pytest.param(7, 3, drawn_plan(20, 0, 20, "average"), id="nothing kept"),
         pytest.param(35, 3, drawn_plan(50, 50, 0, "same"), id="all kept"),
         pytest.param(1, 1, drawn_plan(2, 1, 0, "average"), id="least"),
@@ -232,6 +232,16 @@ def test_another_number_of_columns_compiles_nothing():
         torch._dynamo.maybe_mark_dynamic(keep_P, 0)
         assert_close(product(x_TK, w_NK, keep_P), x_TK[:, keep_P] @ w_NK[:, keep_P].T + 1)
     assert len(graphs) == 1
+
+
+def test_float32_is_rounded_to_tf32_only_where_torch_may():
+    assert not triton_tuning.uses_tf32()
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert triton_tuning.uses_tf32()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert not triton_tuning.uses_tf32()
 
 
 # ---- what is measured ------------------------------------------------------------------------------------------------

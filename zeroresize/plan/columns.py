@@ -67,5 +67,5 @@ def _as_slice(indices: Tensor) -> slice | None:
 def _is_in_blocks(indices: Tensor, size: int) -> bool:
     if not indices.numel() or indices.numel() % size:
         return False
-    blocks = indices.view(-1, size)
-    return not (blocks[:, 0] % size).any() and torch.equal(blocks - blocks[:, :1], torch.arange(size).expand_as(blocks))
+    blocks, within = indices.reshape(-1, size), torch.arange(size, device="cpu")
+    return not (blocks[:, 0] % size).any() and torch.equal(blocks, blocks[:, :1] + within)
