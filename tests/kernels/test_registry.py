@@ -1,6 +1,7 @@
 """Other kernels than plain torch: who computes what, and that a fused one is measured as soundly as the reference."""
 
 import dataclasses
+import sys
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from zeroresize.injection.slow_layers import SlowLayers
 from zeroresize.kernels import reference
 from zeroresize.kernels.probe import Probes, ProductProbe
 from zeroresize.measure.rank_monitor import RankMonitor
+from zeroresize.utils.extras import MissingExtra
 
 
 def in_one_piece(kernel):
@@ -64,6 +66,13 @@ def test_an_implementation_computes_its_own_device_and_dtype_only(registered):
 def test_a_device_type_that_does_not_exist_is_an_error():
     with pytest.raises(RuntimeError, match="warp"):
         kernels.register(FUSED, device_type="warp", dtype=torch.float64)
+
+
+def test_where_triton_is_not_installed_the_error_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "zeroresize.kernels.triton_products", raising=False)
+    with pytest.raises(MissingExtra, match=r"pip install 'zeroresize\[triton\]'"):
+        kernels.use_triton()
 
 
 class Heard(ProductProbe):

@@ -9,6 +9,7 @@ from zeroresize.kernels.registry import (
     implementation_for,
     implementation_on,
     register,
+    use_triton,
     wgrad,
 )
 
@@ -21,5 +22,6 @@ __all__ = [
     "implementation_for",
     "implementation_on",
     "register",
+    "use_triton",
     "wgrad",
 ]

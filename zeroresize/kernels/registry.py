@@ -6,7 +6,7 @@ calibrations call; a product's first operand says where it is computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from zeroresize.kernels import reference
 from zeroresize.kernels.probe import Probes
 from zeroresize.plan.layer import LayerPlan
+from zeroresize.utils.extras import need
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,32 @@ def register(implementation: Implementation, *, device_type: str, dtype: torch.d
         RuntimeError: if torch does not know the device type.
     """
     _registered[torch.device(device_type).type, dtype] = implementation
+
+
+def use_triton(
+    device_type: str = "cuda", dtypes: Iterable[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16)
+) -> None:
+    """Compute resized products by Triton wherever that was measured to be faster; needs the extra ``triton``.
+
+    The first products of each shape, and of each eighth of its columns, are measured on the device, plain torch among
+    them, and the fastest is taken from then on, also by later runs: results lie in the user's cache folder. A step in
+    which something is measured takes longer, and counts so. What is taken decides how sums round. Whole products, those
+    under ``torch.use_deterministic_algorithms`` and whatever the kernels do not take are computed as before. Call it
+    alike on every rank, before training.
+
+    Args:
+        device_type: "cuda", or what Triton's interpreter computes for (``TRITON_INTERPRET=1``): "cpu", never measured.
+        dtypes: for which, of float32, bfloat16 and float16.
+
+    Raises:
+        MissingExtra: if Triton is not installed.
+        ValueError: if Triton computes none of it.
+    """
+    triton_products = need("zeroresize.kernels.triton_products", "triton")
+    dtypes = tuple(dtypes)
+    triton_products.require_computable(device_type, dtypes)
+    for dtype in dtypes:
+        register(triton_products.TRITON, device_type=device_type, dtype=dtype)
 
 
 def implementation_on(device_type: str, dtype: torch.dtype) -> Implementation:

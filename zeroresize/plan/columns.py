@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+#: What a kernel gains by: each is a whole number of the widest loads.
+_BLOCKS = (64, 32, 16)
+
 
 @dataclass(frozen=True, eq=False)
 class Columns:
@@ -15,10 +18,12 @@ class Columns:
     Attributes:
         indices: [m], int64, on the matrices' device.
         neighbours: the same as a slice, where they are neighbours in ascending order.
+        block: the largest of 64, 32 and 16 of which they are whole blocks, each begun at a multiple of it; else 1.
     """
 
     indices: Tensor
     neighbours: slice | None
+    block: int = 1
 
     @classmethod
     def at(cls, indices: Tensor, device: torch.device | str | None = None) -> Columns:
@@ -26,8 +31,9 @@ class Columns:
 
         What lies on a GPU already is waited for; indices on the CPU are sent there without waiting.
         """
-        neighbours = _as_slice(indices.cpu())
-        return cls(indices if device is None else indices.to(device, non_blocking=True), neighbours)
+        on_cpu = indices.cpu()
+        placed = indices if device is None else indices.to(device, non_blocking=True)
+        return cls(placed, _as_slice(on_cpu), next((size for size in _BLOCKS if _is_in_blocks(on_cpu, size)), 1))
 
     def of(self, matrix: Tensor) -> Tensor:
         """Return these columns [rows, m], in their order; to be read only."""
@@ -56,3 +62,10 @@ def _as_slice(indices: Tensor) -> slice | None:
     if not indices.numel() or not torch.equal(indices, torch.arange(indices.numel(), device="cpu") + indices[0]):
         return None
     return slice(int(indices[0]), int(indices[-1]) + 1)
+
+
+def _is_in_blocks(indices: Tensor, size: int) -> bool:
+    if not indices.numel() or indices.numel() % size:
+        return False
+    blocks, within = indices.reshape(-1, size), torch.arange(size, device="cpu")
+    return not (blocks[:, 0] % size).any() and torch.equal(blocks, blocks[:, :1] + within)
