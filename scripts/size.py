@@ -25,12 +25,12 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 55_014,
-    "package files": 319,
-    "package code lines": 35_940,
-    "tests lines": 54_495,
-    "examples lines": 14_424,
-    "docs lines": 4_895,
+    "package lines": 55_583,
+    "package files": 321,
+    "package code lines": 36_355,
+    "tests lines": 55_003,
+    "examples lines": 14_583,
+    "docs lines": 4_900,
     "tuning constants": 161,
 }
 
