@@ -30,7 +30,7 @@ LIMITS = {
     "package code lines": 36_355,
     "tests lines": 55_003,
     "examples lines": 14_583,
-    "docs lines": 4_900,
+    "docs lines": 4_904,
     "tuning constants": 161,
 }
 
