@@ -63,7 +63,7 @@ def measured(options: Any, name: str, gamma: float, product: str) -> dict[str, A
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
     sizes = {"x": (options.tokens, K), "w": (N, K), "dy": (options.tokens, N)}
     matrices = {key: torch.randn(size, device=device, dtype=dtype) for key, size in sizes.items()}
-    num_pruned = options.block * round(gamma * K / options.block)
+    num_pruned = options.block * min(round(gamma * K / options.block), K // options.block - 1)  # one block stays
     columns, blocks = (plan_of(K, num_pruned, block, device) for block in (1, options.block))
     variants = {
         "floor": floor(product, matrices, columns),

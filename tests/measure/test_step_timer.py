@@ -174,6 +174,7 @@ def test_a_timer_may_be_closed_at_any_line_of_what_it_is_called_for():
                 timer.close()
             return trace
 
+        tracer = sys.gettrace()
         sys.settrace(trace)
         try:
             timer.begin_step()
@@ -188,7 +189,7 @@ def test_a_timer_may_be_closed_at_any_line_of_what_it_is_called_for():
             timer.backward_ends()
             timer.end_step()
         finally:
-            sys.settrace(None)
+            sys.settrace(tracer)
         return lines >= number
 
     assert next(number for number in itertools.count(1) if not closed_at(number)) > 50

@@ -13,7 +13,10 @@ from zeroresize.injection.schedule import Scope
 from zeroresize.utils.checked import checked
 from zeroresize.utils.torch_private import DispatchMode, FakeTensor, Operator, dispatch_modes, name_of_operator
 
-_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_addmm_activation", "aten::linear", "aten::_scaled_mm"})
+_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_addmm_activation", "aten::linear", "aten::_scaled_mm"}) | {
+    "zeroresize::kept_inner",
+    "zeroresize::kept_columns",
+}
 _NO_WORK = ("c10d", "_c10d", "_dtensor", "symm_mem", "prim::", "profiler::")
 
 

@@ -70,13 +70,15 @@ def use_triton(
     under ``torch.use_deterministic_algorithms`` and whatever the kernels do not take are computed as before. Call it
     alike on every rank, before training.
 
+    They are kept in ``~/.cache/zeroresize/triton-….json`` (``$XDG_CACHE_HOME``): delete it to measure anew.
+
     Args:
         device_type: "cuda", or what Triton's interpreter computes for (``TRITON_INTERPRET=1``): "cpu", never measured.
-        dtypes: for which, of float32, bfloat16 and float16.
+        dtypes: for which, of float32, bfloat16 and float16; the interpreter knows no bfloat16.
 
     Raises:
         MissingExtra: if Triton is not installed.
-        ValueError: if Triton computes none of it.
+        ValueError: for another device or dtype.
     """
     triton_products = need("zeroresize.kernels.triton_products", "triton")
     dtypes = tuple(dtypes)

@@ -274,7 +274,7 @@ def _options(block: int, tile_m: int, tile_n: int, tile_r: int, *matrices: Tenso
     """What both kernels are compiled for."""
     ends = (sum((size - 1) * stride for size, stride in zip(m.shape, m.stride(), strict=True)) for m in matrices)
     return {
-        "BLOCK": block,
+        "BLOCK": min(block, tile_n, tile_r),  # a tile may begin within a block
         "WIDE": max(ends) >= 2**31,
         "PRECISION": "tf32" if uses_tf32() else "ieee",
         "GROUP": _GROUP,
@@ -383,16 +383,18 @@ def _computed(
         config = fastest(
             product, operands, plan, lambda: by_reference(Probes()), lambda config: by_triton(plan, config)
         )
-        return by_reference(gemm) if config is None else by_triton(plan, config)
+        return by_reference(gemm) if config is None else gemm(lambda *_: by_triton(plan, config), *operands)
 
 
 def require_computable(device_type: str, dtypes: Sequence[torch.dtype]) -> None:
     """Check that Triton computes here what it is asked for."""
     if device_type != ("cpu" if triton.knobs.runtime.interpret else "cuda"):
         raise ValueError(f"Triton computes on 'cuda', or under TRITON_INTERPRET=1 on 'cpu', not on {device_type!r}")
-    if others := [str(dtype) for dtype in dtypes if dtype not in _DTYPES]:
-        raise ValueError(f"Triton's products are of {', '.join(map(str, _DTYPES))}, not of {', '.join(others)}")
+    # The interpreter multiplies the bits of bfloat16.
+    known = _DTYPES if device_type == "cuda" else tuple(set(_DTYPES) - {torch.bfloat16})
+    if others := [str(dtype) for dtype in dtypes if dtype not in known]:
+        raise ValueError(f"Triton's products are of {', '.join(map(str, known))} there, not of {', '.join(others)}")
 
 
 #: Whole products, and gradients that lie column by column, are plain torch's.
-TRITON = Implementation("triton", forward, dgrad, reference.dgrad_by_columns, wgrad, is_fused=True)
+TRITON = Implementation("triton", forward, dgrad, reference.dgrad_by_columns, wgrad)

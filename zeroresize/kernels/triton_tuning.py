@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from zeroresize.plan.layer import LayerPlan
 from zeroresize.utils.files import BestEffort, write_whole
+from zeroresize.utils.torch_private import dispatch_modes
 
 #: Rows, columns and inner places of a tile, warps, and stages of its pipeline.
 Config = tuple[int, ...]
@@ -42,13 +44,13 @@ def fastest(
 ) -> Config | None:
     """Return the configuration by which ``by_triton`` is fastest for a product of this shape, None for the reference.
 
-    What is not known yet is measured, but while a CUDA graph is captured.
+    What is not known yet is measured, but while a CUDA graph is captured, or a mode sees all operators.
     """
     if triton.knobs.runtime.interpret:
         return FIXED
     key, known = _key(product, operands, plan), _known()
     if key not in known:
-        if torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_current_stream_capturing() or dispatch_modes():
             return None
         known[key] = _measured(by_reference, by_triton)
         _remember(key, known[key])
@@ -78,7 +80,9 @@ def _measured(by_reference: Callable[[], Tensor], by_triton: Callable[[Config], 
     for config in CONFIGS:
         try:
             seconds = _seconds(partial(by_triton, config))
-        except triton.TritonError:  # as where a tile is too large for the device
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except (triton.TritonError, RuntimeError):  # as where a tile is too large, or no compiler is found
             continue
         if seconds < least_s:
             best, least_s = config, seconds
@@ -122,7 +126,7 @@ def _read() -> dict[str, Config | None]:
 def _remember(key: str, config: Config | None) -> None:
     """Add a measurement to the file, beside those of other ranks."""
     path = _path()
-    unshared = path.with_name(f"{path.name}.{os.getpid()}")
+    unshared = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
     with _best_effort.writing("this run"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(unshared, json.dumps({**_read(), key: config}, indent=1))

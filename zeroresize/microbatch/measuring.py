@@ -29,7 +29,6 @@ from zeroresize.runtime.activations import Batch, BatchOf, HandedOn, as_argument
 from zeroresize.runtime.counted_loss import Loss
 from zeroresize.runtime.stage import RECOMPUTATIONS, set_recomputation
 from zeroresize.strategy.model import SwitchableModel
-from zeroresize.strategy.step_trainer import tell_ranks
 from zeroresize.utils.checked import checked, integer, real
 from zeroresize.utils.codec import decoded, encoded
 from zeroresize.utils.hashing import digest
@@ -75,7 +74,7 @@ class ProfiledShapes:
             )
 
 
-@checked(tell=lambda given, error: tell_ranks(given["model"], error))
+@checked()
 def measure_model(
     model: SwitchableModel,
     batch_of: BatchOf,

@@ -538,8 +538,8 @@ def _split(tensors: Sequence[Tensor], num_microbatches: int) -> list[tuple[Tenso
     """[M] parts along the first dimension that differ by one at most; none is empty."""
     if not tensors:
         return []
-    if other := next((each for each in tensors if not isinstance(each, Tensor)), None):
-        raise ValueError(f"a batch is made of tensors: {type(other).__name__} is none")
+    if others := [type(each).__name__ for each in tensors if not isinstance(each, Tensor)]:
+        raise ValueError(f"a batch is made of tensors: {others[0]} is none")
     number = max(min(num_microbatches, *(len(tensor) for tensor in tensors)), 1)
     return list(zip(*(tensor.tensor_split(number) for tensor in tensors), strict=True))
 

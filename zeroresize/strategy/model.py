@@ -266,8 +266,8 @@ class SwitchableModel:
         """Return the parameters of :meth:`named_parameters`."""
         return (parameter for _, parameter in self.named_parameters())
 
-    @checked(tell=_tell_of_model)
     @by_one_thread
+    @checked(tell=_tell_of_model)
     def switch_to(self, strategy: Strategy, *, gradients: bool = True, in_background: bool = False) -> SwitchReport:
         """Go on under another strategy, within an optimizer's step (HotSPa, Algorithm 1 plans who sends what).
 
@@ -313,8 +313,8 @@ class SwitchableModel:
         if self._placements[self.current] is self._optimizer_placement:
             self._let_go_of_casts()
 
-    @checked(tell=_tell_of_model)
     @by_one_thread
+    @checked()
     def prefetch(self, strategy: Strategy) -> bool:
         """Let the weights travel to a strategy from now on, beside what is trained until :meth:`switch_to` it.
 
@@ -423,8 +423,8 @@ class SwitchableModel:
         self.drop_copies()
         return SwitchReport(peak_bytes=held + move.needed_bytes, **move.figures(begin))
 
-    @checked(tell=_tell_of_model)
     @by_one_thread
+    @checked(tell=_tell_of_model)
     def add(self, strategy: Strategy) -> None:
         """Take a further strategy, to which a later :meth:`switch_to` may go, until :meth:`forget`.
 
@@ -436,8 +436,8 @@ class SwitchableModel:
         """
         self._placements.add(strategy)
 
-    @checked(tell=_tell_of_model)
     @by_one_thread
+    @checked(tell=_tell_of_model)
     def forget(self, strategy: Strategy) -> None:
         """Give up a strategy, with the process groups, modules and plans that no other one needs.
 
