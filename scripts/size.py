@@ -30,7 +30,7 @@ LIMITS = {
     "package code lines": 36_362,
     "tests lines": 55_003,
     "examples lines": 14_583,
-    "docs lines": 4_904,
+    "docs lines": 4_907,
     "tuning constants": 161,
 }
 
