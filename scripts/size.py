@@ -25,9 +25,9 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 55_593,
+    "package lines": 55_592,
     "package files": 321,
-    "package code lines": 36_362,
+    "package code lines": 36_361,
     "tests lines": 55_003,
     "examples lines": 14_583,
     "docs lines": 4_907,

@@ -16,7 +16,7 @@ from zeroresize.policy.microbatches.replanned_costs import PlannedModel, Replann
 from zeroresize.policy.moves.rental import MIN_SAVING
 from zeroresize.policy.strategy.stragglers.decision import TOLERANCE, StrategyProposal
 from zeroresize.resharding.agreement import agreed, meet_over
-from zeroresize.strategy.step_trainer import tell_ranks
+from zeroresize.strategy.model import tell_ranks
 from zeroresize.strategy.straggler_balancing import SHARES, StragglerBalancing
 from zeroresize.telemetry import ChangeRecord
 from zeroresize.utils.checked import checked, real

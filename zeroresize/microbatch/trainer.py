@@ -21,8 +21,8 @@ from zeroresize.resharding.agreement import ARGUMENTS, agreed, meet_prepared
 from zeroresize.runtime.activations import Batch, BatchOf
 from zeroresize.runtime.counted_loss import Count, Loss, total_count
 from zeroresize.runtime.stage import seed_of
-from zeroresize.strategy.model import SwitchableModel, require_equal_settings, settings_of_ties
-from zeroresize.strategy.step_trainer import TRAINER_LIMITS, StepTrainer, require_ready_to_train, step_text, tell_ranks
+from zeroresize.strategy.model import SwitchableModel, require_equal_settings, settings_of_ties, tell_ranks
+from zeroresize.strategy.step_trainer import TRAINER_LIMITS, StepTrainer, require_ready_to_train, step_text
 from zeroresize.strategy.switching.switcher import by_one_thread
 from zeroresize.utils.checked import checked
 from zeroresize.utils.hashing import fingerprint

@@ -54,8 +54,12 @@ def _tell(given: Mapping[str, Any], error: ValueError) -> None:
     let_others_know(given["process_group"] or dist.group.WORLD, device, error)
 
 
-def _tell_of_model(given: Mapping[str, Any], error: ValueError) -> None:
-    let_others_know(given["self"].process_group, given["self"].device, error)
+def tell_ranks(model: SwitchableModel, error: ValueError) -> None:
+    """Let the other ranks of a model fail, too, where this one's call, trainer or balancer was given what is wrong."""
+    let_others_know(model.process_group, model.device, error)
+
+
+_checked_on_all = checked(tell=lambda given, error: tell_ranks(given["self"], error))
 
 
 @checked(tell=_tell, nodes=integer(0), max_bytes=integer(1), device=known_device)
@@ -267,7 +271,7 @@ class SwitchableModel:
         return (parameter for _, parameter in self.named_parameters())
 
     @by_one_thread
-    @checked(tell=_tell_of_model)
+    @_checked_on_all
     def switch_to(self, strategy: Strategy, *, gradients: bool = True, in_background: bool = False) -> SwitchReport:
         """Go on under another strategy, within an optimizer's step (HotSPa, Algorithm 1 plans who sends what).
 
@@ -424,7 +428,7 @@ class SwitchableModel:
         return SwitchReport(peak_bytes=held + move.needed_bytes, **move.figures(begin))
 
     @by_one_thread
-    @checked(tell=_tell_of_model)
+    @_checked_on_all
     def add(self, strategy: Strategy) -> None:
         """Take a further strategy, to which a later :meth:`switch_to` may go, until :meth:`forget`.
 
@@ -437,7 +441,7 @@ class SwitchableModel:
         self._placements.add(strategy)
 
     @by_one_thread
-    @checked(tell=_tell_of_model)
+    @_checked_on_all
     def forget(self, strategy: Strategy) -> None:
         """Give up a strategy, with the process groups, modules and plans that no other one needs.
 

@@ -16,7 +16,7 @@ from zeroresize.comm.collectives import all_reduce, message_device
 from zeroresize.integrations.module_state import in_mode
 from zeroresize.optim.gradient_clipping import norm_of_replicated, scale_gradients
 from zeroresize.plan.strategy import Strategy
-from zeroresize.resharding.agreement import let_others_know, make_alike, meet_over
+from zeroresize.resharding.agreement import make_alike, meet_over
 from zeroresize.runtime.activations import Batch, BatchOf, HandedOn, find_activations
 from zeroresize.runtime.counted_loss import Count, CountedLoss, Loss, multiply_gradients, total_count
 from zeroresize.runtime.instructions import Instruction
@@ -32,11 +32,6 @@ logger = logging.getLogger(__name__)
 
 #: What is allowed for trainers besides the kinds of values.
 TRAINER_LIMITS: dict[str, Limit] = {"grad_clip": real(least=0.0)}
-
-
-def tell_ranks(model: SwitchableModel, error: ValueError) -> None:
-    """Let the other ranks of a model fail, too, where this one's trainer or balancer was given what is not allowed."""
-    let_others_know(model.process_group, model.device, error)
 
 
 def step_text(step: Any) -> str:

@@ -16,7 +16,7 @@ from zeroresize.policy.moves.rental import MIN_SAVING
 from zeroresize.policy.strategy.costs.cost_model import CostModel
 from zeroresize.policy.strategy.stragglers.candidates import StragglerCosts
 from zeroresize.policy.strategy.stragglers.decision import TOLERANCE, StrategyProposal
-from zeroresize.strategy.step_trainer import tell_ranks
+from zeroresize.strategy.model import tell_ranks
 from zeroresize.strategy.straggler_balancing import SHARES, ChangeRecord, StragglerBalancing
 from zeroresize.strategy.trainer import StepReport, StrategyTrainer
 from zeroresize.utils.checked import checked, real

@@ -19,9 +19,9 @@ from zeroresize.resharding.agreement import agreed, require_same
 from zeroresize.runtime.counted_loss import Count, Loss, total_count
 from zeroresize.runtime.instructions import instructions_of
 from zeroresize.runtime.stage import seed_of
-from zeroresize.strategy.model import SwitchableModel, require_equal_settings, settings_of_ties
+from zeroresize.strategy.model import SwitchableModel, require_equal_settings, settings_of_ties, tell_ranks
 from zeroresize.strategy.packed import Packed, digest_of, require_sequences
-from zeroresize.strategy.step_trainer import TRAINER_LIMITS, StepTrainer, require_ready_to_train, step_text, tell_ranks
+from zeroresize.strategy.step_trainer import TRAINER_LIMITS, StepTrainer, require_ready_to_train, step_text
 from zeroresize.strategy.switching.switch import SwitchReport
 from zeroresize.strategy.switching.switcher import by_one_thread
 from zeroresize.utils.checked import checked, integer
