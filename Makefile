@@ -17,14 +17,12 @@ SLOW ?=
 # newest there is, have environments of their own.
 VENV := .venv
 HOSTS_VENV := .venv-hosts
-TRITON_VENV := .venv-triton
 TORCH_VERSIONS := 2.13.0 newest
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs-installed
 HOSTS_STAMP := $(HOSTS_VENV)/.installed
-TRITON_STAMP := $(TRITON_VENV)/.installed
 VERSIONS_STAMPS := $(TORCH_VERSIONS:%=.venv-torch-%/.installed)
 PACKAGE := pyproject.toml setup.py
 # The oldest Python.
@@ -50,7 +48,7 @@ define make_environment
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-slow test-all test-hosts test-versions test-triton demo docs lint wheel-check release-check format clean
+.PHONY: help setup test test-slow test-all test-hosts test-versions demo docs lint wheel-check release-check format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F@ '{ printf "%-15s %s\n", $$1, $$2 }'
@@ -94,13 +92,6 @@ test-versions: $(VERSIONS_STAMPS)  ## run a small suite with the oldest and the 
 	$(call make_environment,.venv-torch-$*,--upgrade torch$(if $(filter newest,$*),,==$*),-r requirements/versions.txt)
 	@touch $@
 
-test-triton: $(TRITON_STAMP)  ## run the tests of Triton's products by its interpreter, in .venv-triton
-	@TRITON_INTERPRET=1 $(call pytest,$(TRITON_VENV)) -m "not slow and not exhaustive" tests/kernels $(PYTEST_ARGS)
-
-$(TRITON_STAMP): requirements/torch.txt requirements/base.txt requirements/triton.txt $(PACKAGE)
-	$(call make_environment,$(TRITON_VENV),-r requirements/torch.txt,-r requirements/base.txt -r requirements/triton.txt)
-	@touch $@
-
 demo: setup  ## train a small ViT with one slow rank, with and without balancing
 	@$(BIN)/python -m vit_examples.demo
 
@@ -126,7 +117,7 @@ wheel-check: setup  ## build a wheel and an sdist, and run the wheel's commands 
 	@echo "Building a wheel and an sdist, and trying them"
 	@$(BIN)/python scripts/check_wheel.py
 
-release-check: lint docs test-all test-hosts test-versions test-triton demo  ## all there is, by hand before a tag; takes an hour or more
+release-check: lint docs test-all test-hosts test-versions demo  ## all there is, by hand before a tag; takes an hour or more
 	@echo "Building a wheel and an sdist, and trying them in fresh environments"
 	@$(BIN)/python scripts/check_wheel.py --release
 
@@ -135,5 +126,5 @@ format: setup  ## let ruff repair and format the code
 	@$(BIN)/ruff format .
 
 clean:  ## remove .venv, caches and build outputs (not runs/)
-	rm -rf $(VENV) $(HOSTS_VENV) $(TRITON_VENV) $(TORCH_VERSIONS:%=.venv-torch-%) docs/_build build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(HOSTS_VENV) $(TORCH_VERSIONS:%=.venv-torch-%) docs/_build build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -391,7 +391,7 @@ def require_computable(device_type: str, dtypes: Sequence[torch.dtype]) -> None:
     if device_type != ("cpu" if triton.knobs.runtime.interpret else "cuda"):
         raise ValueError(f"Triton computes on 'cuda', or under TRITON_INTERPRET=1 on 'cpu', not on {device_type!r}")
     # The interpreter multiplies the bits of bfloat16.
-    known = _DTYPES if device_type == "cuda" else tuple(set(_DTYPES) - {torch.bfloat16})
+    known = [dtype for dtype in _DTYPES if device_type == "cuda" or dtype != torch.bfloat16]
     if others := [str(dtype) for dtype in dtypes if dtype not in known]:
         raise ValueError(f"Triton's products are of {', '.join(map(str, known))} there, not of {', '.join(others)}")
 
