@@ -28,7 +28,7 @@ LIMITS = {
     "package lines": 55_592,
     "package files": 321,
     "package code lines": 36_361,
-    "tests lines": 55_003,
+    "tests lines": 55_005,
     "examples lines": 14_583,
     "docs lines": 4_907,
     "tuning constants": 161,
