@@ -7,6 +7,9 @@ scheme that moves products can beat), what share of the group's products is move
 the plan in force predicts. With ``--ratios`` ZERO-Rd is also pinned to each of these. Before and after, traces tell in
 how many updates the slow rank's plan settles, and is let go: what it spares the rank.
 
+With ``--blocks 1 16`` there is a copy of each mode that prunes for each length of blocks, with ``--gathering`` another
+one of each whose products gather and scatter column by column.
+
 ``--kind contend`` makes the straggler by real competitors for its core (they slow everything, and --chi 2 and 4 mean 1
 and 3 of them). Four ranks on two cores want ``--everyone 8``: ranks that share a core slow each other, and where one
 sleeps its neighbour is fast, so all sleep seven times as long as they multiply, and χ comes on top of that.
@@ -15,9 +18,9 @@ sleeps its neighbour is fast, so all sleep seven times as long as they multiply,
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -27,11 +30,33 @@ import zeroresize as zr
 from scripts.bench.balanced_copies import Copy
 from scripts.bench.bounds import shortest_step_s
 from scripts.bench.common import in_turns, interval_of_ratio, parser_of, pin_to_core, run, save, show
+from scripts.bench.gathering import gathering
 from vit_examples.config import ModelConfig, RunConfig, TrainingConfig
 from vit_examples.contention import Contention
 from vit_examples.host_colossalai import ColossalAIHost
+from zeroresize.config.keys import PRUNING_MODES
 
 MODES = ("exact", "mig", "zero-rd", "zero-pri", "zero-pridiff", "semi")
+
+
+class GatheringCopy(Copy):
+    """A copy whose products gather column by column."""
+
+    def step(self) -> None:
+        with gathering():
+            super().step()
+
+
+def _copies(options: Any) -> Iterator[tuple[str, dict[str, Any], type[Copy]]]:
+    """Name, balance, and kind of each copy."""
+    kinds = {"": Copy, ", gathering": GatheringCopy} if options.gathering else {"": Copy}
+    for mode in ("off", *options.modes):
+        if mode not in PRUNING_MODES:
+            yield mode, {"mode": mode}, Copy
+            continue
+        for block, (how, kind) in product(options.blocks, kinds.items()):
+            name = mode if block == 1 else f"{mode}, block {block}"
+            yield name + how, {"mode": mode, "block": block}, kind
 
 
 class Bench:
@@ -41,15 +66,15 @@ class Bench:
         self.everyone, self.copies = options.everyone, dict[str, Copy]()
         model = ModelConfig(hidden_size=options.hidden, depth=options.depth, num_heads=options.heads)
         training = TrainingConfig(batch_size=options.batch, lr=1e-4)
-        for mode in ("off", *options.modes):
-            balance = zr.BalanceConfig(mode=mode, update_every=options.update_every)
+        for name, choices, kind in _copies(options):
+            balance = zr.BalanceConfig(update_every=options.update_every, **choices)
             config = RunConfig(timeout_s=1800.0, model=model, training=training, balance=balance)
             if not self.copies:
                 ColossalAIHost.join(config)
                 torch.set_num_threads(1)
                 if options.kind == "sleep":  # contention pins by itself
                     pin_to_core()
-            self.copies[mode] = Copy(config)
+            self.copies[name] = kind(config)
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.contention = Contention(core_index=self.rank) if options.kind == "contend" else None
         for slowness in [self.contention] if self.contention else [copy.slowness for copy in self.copies.values()]:
@@ -114,7 +139,7 @@ def report(bench: Bench, chi: float, seconds: dict[str, list[float]]) -> list[di
 
 def main() -> None:
     sizes = {"hidden": 768, "depth": 2, "heads": 12, "batch": 16, "everyone": 1.0, "update_every": 5, "settle": 6}
-    parser = parser_of(__doc__, **sizes, chi=[2.0, 4.0, 8.0], rounds=3, steps=6)
+    parser = parser_of(__doc__, **sizes, chi=[2.0, 4.0, 8.0], rounds=3, steps=6, blocks=[1], gathering=False)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["exact", "mig", "zero-pridiff", "semi"])
     parser.add_argument("--ratios", type=float, nargs="+", default=[], help="to which zero-rd is pinned")
     parser.add_argument("--kind", choices=("sleep", "contend"), default="sleep")

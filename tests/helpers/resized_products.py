@@ -19,8 +19,9 @@ PRODUCTS = ("forward", "dgrad", "wgrad")
 def drawn_plan(num_columns, num_kept, num_lent, imputation, seed=0, block=1):
     """A plan of ``LayerPlan.from_pruned`` whose columns are drawn in blocks."""
     generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(num_columns // block, generator=generator)
+    order = torch.randperm(-(-num_columns // block), generator=generator)
     columns = (block * order[:, None] + torch.arange(block)).flatten()
+    columns = columns[columns < num_columns]
     lent, pruned = columns[num_kept : num_kept + num_lent], columns[num_kept + num_lent :]
     return LayerPlan.from_pruned(pruned, num_columns, imputation=imputation, lent=lent)
 
@@ -29,10 +30,11 @@ def drawn_plan(num_columns, num_kept, num_lent, imputation, seed=0, block=1):
 def cases(draw, most=70):
     """Tokens, outputs, and a plan."""
     tokens, outputs, num_columns = (draw(st.integers(1, most)) for _ in range(3))
-    kept = draw(st.integers(0, num_columns))
+    block = draw(st.sampled_from([1, 16, 32]))
+    kept = draw(st.integers(0, num_columns)) // block * block
     lent = num_columns if kept == 0 else draw(st.integers(0, num_columns - kept))
     imputation = draw(st.sampled_from(["zero", "average", "same"]))
-    return tokens, outputs, drawn_plan(num_columns, kept, lent, imputation, draw(st.integers(0, 2**31)))
+    return tokens, outputs, drawn_plan(num_columns, kept, lent, imputation, draw(st.integers(0, 2**31)), block)
 
 
 @dataclasses.dataclass
@@ -57,6 +59,16 @@ class Operands:
         for columns in (plan.keep_P, plan.lent):
             last[0][:, columns] = last[1][:, columns] = torch.nan
         return cls(x, w, bias, dy, *last)
+
+    def lie_as_they_like(self):
+        """Let rows and columns lie anyhow in memory, of dy all at the same place."""
+        tokens, outputs = self.dy_TN.shape
+        self.x_TK = self.x_TK.t().contiguous().t()
+        wide = self.w_NK.new_full((2 * outputs, 3 * self.w_NK.shape[1]), torch.nan)
+        wide[::2, ::3] = self.w_NK
+        self.w_NK, self.bias_N = wide[::2, ::3], self.bias_N.repeat_interleave(2)[::2]
+        self.dy_TN = self.dy_TN[:1, :1].expand(tokens, outputs)  # as sum().backward() gives it
+        self.last_dw_NK = self.last_dw_NK.t().contiguous().t()
 
     def of(self, product, plan):
         """The operands of a product."""

@@ -1,15 +1,20 @@
 """The three products of a layer on the columns that a plan keeps, in float64 against the formulas."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.parallel_layers import plan_keeping
-from helpers.resized_products import Operands, agree_with_formulas, cases
-from hypothesis import given, settings
+from helpers.resized_products import Operands, agree_with_formulas, cases, drawn_plan
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroresize import kernels
 from zeroresize.kernels import reference
 from zeroresize.plan.columns import Columns
+from zeroresize.plan.layer import LayerPlan
 
 
 def multiply(function, *operands):
@@ -36,7 +41,7 @@ def test_only_the_kept_columns_are_multiplied():
     kernels.dgrad(dy_TN, w_NK, plan, None, spy)
     kernels.wgrad(dy_TN, x_TK, plan, None, spy)
 
-    assert shapes == [[(3, 2), (4, 2), (4,)], [(3, 4), (4, 2)], [(4, 3), (3, 2)]]
+    assert shapes == [[(3, 2), (4, 2), (4,)], [(3, 4), (4, 2)], [(2, 3), (3, 4)]]
 
 
 def test_without_a_plan_products_are_those_of_torch_bit_for_bit():
@@ -50,10 +55,52 @@ def test_without_a_plan_products_are_those_of_torch_bit_for_bit():
 
 
 @settings(max_examples=200)
-@given(cases())
-def test_products_of_any_shape_are_those_of_the_formulas_and_read_nothing_else(case):
+@given(cases(), st.sampled_from([torch.float32, torch.float64, torch.bfloat16]), st.booleans())
+def test_products_of_any_shape_are_those_of_the_formulas_and_read_nothing_else(case, dtype, lie_as_they_like):
     tokens, outputs, plan = case
-    agree_with_formulas(reference, Operands.random(tokens, outputs, plan, torch.float32), plan)
+    assume(dtype != torch.bfloat16 or plan.imputation != "average")  # an average of rounded values
+    operands = Operands.random(tokens, outputs, plan, dtype)
+    if lie_as_they_like:
+        operands.lie_as_they_like()
+    agree_with_formulas(reference, operands, plan)
+
+
+class Gathers(TorchDispatchMode):
+    """Notes how many columns at once are gathered."""
+
+    def __init__(self):
+        super().__init__()
+        self.lengths = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.index_select.default:
+            self.lengths.add(math.prod(args[0].shape[2:]))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("num_columns", "kept", "lengths"),
+    [
+        pytest.param(128, range(16, 96), set(), id="a run is a view"),
+        pytest.param(128, [*range(16, 48), *range(64, 128)], {16}, id="blocks"),
+        pytest.param(100, [*range(16, 48), *range(64, 96)], {16, 1}, id="blocks that do not divide all columns"),
+        pytest.param(128, [*range(8, 24), *range(64, 72)], {1}, id="columns"),
+    ],
+)
+def test_blocks_are_gathered_as_a_whole(num_columns, kept, lengths):
+    pruned = torch.tensor([column for column in range(num_columns) if column not in kept])
+    plan = LayerPlan.from_pruned(pruned, num_columns)
+    with Gathers() as gathers:
+        agree_with_formulas(reference, Operands.random(5, 7, plan, torch.float32), plan)
+    assert gathers.lengths == lengths
+
+
+def test_products_of_no_tokens_are_empty_or_zero():
+    plan = drawn_plan(48, 16, 0, "zero", block=16)
+    x_TK, w_NK, dy_TN = torch.ones(0, 48), torch.ones(3, 48), torch.ones(0, 3)
+    assert reference.forward(x_TK, w_NK, None, plan, multiply).shape == (0, 3)
+    assert reference.dgrad(dy_TN, w_NK, plan, None, multiply).shape == (0, 48)
+    assert torch.equal(reference.wgrad(dy_TN, x_TK, plan, None, multiply), torch.zeros(3, 48))
 
 
 @pytest.mark.parametrize(

@@ -104,12 +104,7 @@ def test_all_configurations_compute_the_same_on_a_gpu(monkeypatch, config, block
 def test_matrices_may_lie_as_they_like(device):
     tokens, outputs, plan = 19, 11, drawn_plan(30, 20, 4, "same")
     operands = Operands.random(tokens, outputs, plan, torch.float32, device)
-    operands.x_TK = operands.x_TK.t().contiguous().t()
-    wide = torch.full((2 * outputs, 3 * plan.num_columns), torch.nan, device=device)
-    wide[::2, ::3] = operands.w_NK
-    operands.w_NK, operands.bias_N = wide[::2, ::3], operands.bias_N.repeat_interleave(2)[::2]
-    operands.dy_TN = torch.randn((), device=device).expand(tokens, outputs)  # as sum().backward() gives it
-    operands.last_dw_NK = operands.last_dw_NK.t().contiguous().t()
+    operands.lie_as_they_like()
     agree_with_formulas(products, operands, on(device, plan))
 
 

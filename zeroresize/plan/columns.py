@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -35,9 +36,20 @@ class Columns:
         placed = indices if device is None else indices.to(device, non_blocking=True)
         return cls(placed, _as_slice(on_cpu), next((size for size in _BLOCKS if _is_in_blocks(on_cpu, size)), 1))
 
+    @cached_property
+    def blocks(self) -> Tensor:
+        """Return which blocks of :attr:`block` columns they are, [m / block], int64."""
+        return self.indices[:: self.block] // self.block
+
     def of(self, matrix: Tensor) -> Tensor:
         """Return these columns [rows, m], in their order; to be read only."""
-        return matrix[:, self.neighbours] if self.neighbours is not None else matrix.index_select(1, self.indices)
+        if self.neighbours is not None:
+            return matrix[:, self.neighbours]
+        if self.block == 1 or not matrix.is_cpu:
+            return matrix.index_select(1, self.indices)
+        num_blocks = matrix.shape[1] // self.block
+        blocks = matrix[:, : num_blocks * self.block].unflatten(1, (num_blocks, self.block))
+        return blocks.index_select(1, self.blocks).flatten(1)  # on the CPU half the time of column by column, or less
 
     def copy_of(self, matrix: Tensor) -> Tensor:
         """Return these columns [rows, m], contiguous, in memory of their own."""

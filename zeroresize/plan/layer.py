@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -69,6 +70,18 @@ class LayerPlan:
     def num_columns(self) -> int:
         """Return K, the layer's input features on this rank."""
         return self.kept.indices.numel() + self.pruned.numel() + self.lent.numel()
+
+    @cached_property
+    def places(self) -> tuple[int, Tensor]:
+        """Return a length of blocks, and of each block of the layer's columns its place in ``kept``, int64.
+
+        Blocks of which no column is kept have the number of kept blocks for a place.
+        """
+        block = self.kept.block if self.num_columns % self.kept.block == 0 else 1
+        kept = self.keep_P[::block] // block
+        places = kept.new_full((self.num_columns // block,), len(kept))
+        places[kept] = torch.arange(len(kept), device=kept.device)
+        return block, places
 
     @property
     def pruned_share(self) -> float:
