@@ -23,7 +23,9 @@ from zeroresize.plan.layer import LayerPlan
 from zeroresize.utils.torch_private import (
     FakeTensor,
     constant_in_graphs,
+    is_checkpointed_in_graph,
     keep_order_in_graphs,
+    leave_graph,
     let_shapes_of_parameters_vary,
 )
 
@@ -92,21 +94,23 @@ def compiled_products(
     kind: str, x: Tensor, w_NK: Tensor, bias_N: Tensor | None, number: Tensor, is_training: bool, sums: bool
 ) -> Tensor:
     """Compute, in a graph, the products of a ``kind`` of layer, "column" or "row", as the functions of that name do."""
-    _graph_begins()
+    if _graph_begins():
+        leave_graph("converted layers in a checkpointed part of a graph: compile what is checkpointed instead")
     compute = torch.ops.zeroresize.column_products if kind == "column" else torch.ops.zeroresize.row_products
     y, _ = compute(x, w_NK, bias_N, number, is_training, sums)
     return y
 
 
 @constant_in_graphs
-def _graph_begins() -> None:
-    """Called when layers are compiled, not when they run."""
+def _graph_begins() -> bool:
+    """Called when layers are compiled, not when they run; tells whether that is within a checkpointed part."""
     from torch.utils.flop_counter import flop_registry  # it imports Triton
 
     let_shapes_of_parameters_vary()
     for name in ("column_products", "row_products"):
         flop_registry[getattr(torch.ops.zeroresize, name)] = _flops_of_forward
         flop_registry[getattr(torch.ops.zeroresize, f"{name}_backward")] = _flops_of_backward
+    return is_checkpointed_in_graph()
 
 
 def _forward(kind: Any, x: Tensor, w_NK: Tensor, bias_N: Any, number: Tensor, is_training: bool, sums: bool) -> Any:
@@ -184,7 +188,7 @@ def _flops_of_forward(
 
 
 def _flops_of_backward(
-    dy: Tensor, x: Tensor, w_NK: Tensor, number: Tensor, of_forward: Tensor, needed: list[bool], *others: Any, **out: Any
+    dy: Tensor, x: Tensor, w_NK: Tensor, number: Tensor, of_forward: Tensor, needed: list[bool], *_: Any, **out: Any
 ) -> int:
     return _flops(x, w_NK, number, of_forward, sum(needed[:2]))
 

@@ -178,8 +178,8 @@ class LayerLoans:
         if dx_TK is not None:
             for loan, w_Nm, dy_of_owner_TN in borrowed:
                 self._add_to_dx(loan, dx_TK, self._product(kernels.dgrad, dy_of_owner_TN, w_Nm))
-        is_summed = sums and dx_TK is not None
-        work = start_all_reduce(dx_TK, self._transport.process_group, self.name) if is_summed else None
+        group = self._transport.process_group
+        work = start_all_reduce(dx_TK, group, self.name) if sums and dx_TK is not None else None
         dw_NK = own_wgrad() if own_wgrad is not None else None
         if own_wgrad is not None:
             for loan, w_Nm, dy_of_owner_TN in borrowed:
