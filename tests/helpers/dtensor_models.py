@@ -162,10 +162,13 @@ def train_while_units_move(model, shares, num_steps, call=None, **options):
     return values, shapes
 
 
-def feed_forward(mesh, device="cpu"):
+def feed_forward(mesh, device="cpu", whole=None):
+    """``whole``: layout of what is read and returned; by default every rank has all of it."""
+    whole = whole or Replicate()
     torch.manual_seed(0)
     model = FeedForward(bias=True).double().to(device)
-    parallelize_module(model, mesh, {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()})
+    column, row = ColwiseParallel(input_layouts=whole), RowwiseParallel(output_layouts=whole)
+    parallelize_module(model, mesh, {"gate": column, "up": column, "down": row})
     zr.convert(model)
     return model
 

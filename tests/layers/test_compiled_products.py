@@ -5,8 +5,12 @@ import torch
 from helpers.compiled import HIDDEN, assert_same_training, batch, compiled, feed_forwards, train, weights_of
 from helpers.on_ranks import gathered, on_ranks
 from helpers.parallel_layers import equal_loans, lend
+from helpers.virtual_training import Run
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import zeroresize as zr
 from zeroresize.kernels.probe import ProductProbe
@@ -212,3 +216,107 @@ def test_a_graph_tells_weights_that_changed_while_they_were_lent_and_forwards_th
     with pytest.raises(RuntimeError, match=changed):
         call(batch())
     balancer.close()
+
+
+@pytest.mark.parametrize("mode", ["semi", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("mig", "exact"))])
+@on_ranks(2, timeout_s=110)
+def test_what_a_balancer_decides_compiles_nothing(rank, group, *, mode):
+    """In training and in evaluation; ``chi`` of the second rank rises, falls, and rises again."""
+    torch._dynamo.reset()
+    outcomes = []
+    for compiles in (False, True):
+        run = Run(group, mode=mode)
+        model, counter, values, plans = run.model, None, [], set()
+        if compiles:
+            run.model, counter = compiled(run.model)
+        for number, chi in enumerate((1.0, 4.0, 1.0, 2.0, 8.0, 1.0)):
+            run.time.chi = chi if rank == 1 else 1.0
+            with torch._dynamo.config.patch(error_on_recompile=number > 0):
+                values += run.steps(6)
+                model.eval()
+                with torch.no_grad():
+                    values.append(run.model(run.x).sum().item())
+                model.train()
+            plan = run.balancer.plan
+            plans.add((tuple((loan.owner, loan.share) for loan in plan.loans), *(each.pruned for each in plan.ranks)))
+        run.balancer.close()
+        outcomes.append(((values, weights_of(model)), plans))
+    (expected, expected_plans), (computed, plans) = outcomes
+    assert plans == expected_plans and len(plans) > 3
+    assert_same_training(computed, expected)
+    assert counter.frame_count == 2  # one of training and one of evaluation
+
+
+def counted(function):
+    """FLOPs by operator."""
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return {str(operator): number for operator, number in counter.get_flop_counts()["Global"].items()}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@on_ranks(2, timeout_s=110)
+def test_flops_are_of_the_columns_that_a_rank_multiplies(rank, group, *, backend):
+    """Of 10 tokens, 6 columns, 12 rows: 2 · 10 · 6 · 12 = 1440 a product."""
+    torch._dynamo.reset()
+    model = feed_forwards(group)[:1]
+    gate, x = model[0].gate, batch().requires_grad_()
+    call, _ = compiled(model, backend)
+    call(x)  # a graph has the formulas registered
+
+    def products(x=x, weight=gate.weight, bias=gate.bias, number=gate.forwards.number):
+        y, _ = torch.ops.zeroresize.column_products(x, weight, bias, number, gate.training, True)
+        y.sum().backward()
+
+    def of_gate(forward, backward):
+        names = "zeroresize.column_products", "zeroresize.column_products_backward"
+        return dict(zip(names, (forward, backward), strict=True))
+
+    assert counted(products) == of_gate(1440, 2 * 1440)
+    prune(model, 2)
+    assert counted(products) == of_gate(960, 2 * 960)
+    model.eval()
+    assert counted(products) == of_gate(1440, 2 * 1440)
+    model.train()
+    lend(layers_of(model), group, equal_loans({0: 0.5}, 2), "broadcast-reduce")
+    computed = 720 if rank == 0 else 2160
+    assert counted(products) == of_gate(computed, 2 * computed)
+    assert sum(counted(lambda: model(x).sum().backward()).values()) == 9 * computed
+    if backend == "inductor":
+        loss = call(x).sum()
+        of_graph = counted(loss.backward)
+        assert of_graph == {
+            "zeroresize.column_products_backward": 4 * computed,
+            "zeroresize.row_products_backward": 2 * computed,
+        }
+    of_shapes = FakeTensorMode()
+    fake = [of_shapes.from_tensor(each) for each in (x, gate.weight, gate.bias, gate.forwards.number)]
+    with of_shapes:
+        assert counted(lambda: products(*fake)) == of_gate(1440, 2 * 1440)
+
+
+class Checkpointed(nn.Sequential):
+    def forward(self, x):
+        for block in self:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.slow
+@on_ranks(2, timeout_s=110)
+def test_a_checkpointed_part_is_left_out_of_graphs_by_name_and_may_be_one(rank, group):
+    torch._dynamo.reset()
+    outcomes = []
+    for compiles in ("nothing", "all", "parts"):
+        model = call = Checkpointed(*feed_forwards(group))
+        if compiles == "all":
+            with pytest.raises(RuntimeError, match="layers in a checkpointed part of a graph: compile what"):
+                compiled(model)[0](batch())
+            call, _ = compiled(model, fullgraph=False)
+        elif compiles == "parts":
+            parts, counters = zip(*map(compiled, model), strict=True)
+            call = Checkpointed(*parts)
+        outcomes.append(train_with_loans(model, group, call)[0])
+    assert [counter.frame_count for counter in counters] == [1, 1]
+    for outcome in outcomes[1:]:
+        assert_same_training(outcome, outcomes[0])

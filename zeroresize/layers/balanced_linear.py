@@ -338,13 +338,13 @@ class BalancedLinear:
         """Compute y [..., N] of the whole x [..., K]; in backward dx is summed over the group.
 
         Args:
-            sums: False where the caller sums this rank's part of dx; not while columns are lent.
+            sums: False where the caller sums this rank's part of dx.
             sequence_dim: where ranks divide a sequence (sequence parallelism), the dimension of x along which each has
                 an equal slice: x is gathered, and the sum of dx scattered, also while columns are lent.
         """
         if sequence_dim is not None:
-            sums = self.is_lent_from  # lent products arrive within our sum
-            x = gather_along(x, self.process_group, sequence_dim, sums=not sums)
+            sums = False
+            x = gather_along(x, self.process_group, sequence_dim, sums=True)
         if torch.compiler.is_compiling():
             y = self._products_in_graph("column", x, bias, sums)
         else:
@@ -362,24 +362,18 @@ class BalancedLinear:
 
         Args:
             bias: [N], is added to the sum, in equal parts by the ranks; None for nothing.
-            sums: False where the caller sums this rank's part of y; not while columns are lent.
+            sums: False where the caller sums this rank's part of y.
             sequence_dim: where ranks divide a sequence, the dimension along which each gets an equal slice of the sum.
 
         Raises:
             ValueError: if the ranks do not divide the sequence.
         """
         if sequence_dim is not None:
-            sums = self.is_lent_from
-            y = self.row_products(x, bias, sums=sums)
-            return scatter_along(y, self.process_group, sequence_dim, sums=not sums)
+            y = self.row_products(x, bias, sums=False)
+            return scatter_along(y, self.process_group, sequence_dim, sums=True)
         if torch.compiler.is_compiling():
             return self._products_in_graph("row", x, bias, sums)
         return self._products_now(row_parallel_products, x, bias, sums)
-
-    @property
-    def is_lent_from(self) -> bool:
-        """Whether some rank computes columns of another one in training forwards now; the same on all ranks."""
-        return self.training and self.loans is not None and self.loans.has_loans
 
     def _products_now(self, compute: Callable[..., Tensor], x: Tensor, bias: Tensor | None, sums: bool) -> Tensor:
         x = whole_heads(x)
@@ -434,9 +428,6 @@ class BalancedLinear:
     ) -> ProductContext:
         """Return how a product by ``plan`` and ``loans`` is computed."""
         probes = self.probes if is_training else self.probes.of_evaluation()
-        if not sums and loans is not None:
-            assert not loans.has_loans, "a sum of lent products is not the caller's"
-            loans = None
         group, eagerly, shared = self.process_group, self.needs_eager_autograd, self._shared_in_force
         return ProductContext(plan, group, probes, self.last, loans, eagerly, sums, shared)
 

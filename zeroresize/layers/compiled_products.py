@@ -9,6 +9,7 @@ of its dw itself, since what comes after all layers is outside of the graph. ``K
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -19,7 +20,14 @@ from torch import Tensor
 
 from zeroresize.layers.functional import SharedProducts, column_backward, column_forward, row_backward, row_forward
 from zeroresize.plan.layer import LayerPlan
-from zeroresize.utils.torch_private import constant_in_graphs, keep_order_in_graphs, let_shapes_of_parameters_vary
+from zeroresize.utils.torch_private import (
+    FakeTensor,
+    constant_in_graphs,
+    is_checkpointed_in_graph,
+    keep_order_in_graphs,
+    leave_graph,
+    let_shapes_of_parameters_vary,
+)
 
 #: So many plans a layer remembers for backwards of forwards that lie before a change of plan.
 _MOST_PLANS = 8
@@ -86,14 +94,23 @@ def compiled_products(
     kind: str, x: Tensor, w_NK: Tensor, bias_N: Tensor | None, number: Tensor, is_training: bool, sums: bool
 ) -> Tensor:
     """Compute, in a graph, the products of a ``kind`` of layer, "column" or "row", as the functions of that name do."""
-    _graph_begins()
+    if _graph_begins():
+        leave_graph("converted layers in a checkpointed part of a graph: compile what is checkpointed instead")
     compute = torch.ops.zeroresize.column_products if kind == "column" else torch.ops.zeroresize.row_products
     y, _ = compute(x, w_NK, bias_N, number, is_training, sums)
     return y
 
 
-#: Called when layers are compiled, not when they run.
-_graph_begins = constant_in_graphs(let_shapes_of_parameters_vary)
+@constant_in_graphs
+def _graph_begins() -> bool:
+    """Called when layers are compiled, not when they run; tells whether that is within a checkpointed part."""
+    from torch.utils.flop_counter import flop_registry  # it imports Triton
+
+    let_shapes_of_parameters_vary()
+    for name in ("column_products", "row_products"):
+        flop_registry[getattr(torch.ops.zeroresize, name)] = _flops_of_forward
+        flop_registry[getattr(torch.ops.zeroresize, f"{name}_backward")] = _flops_of_backward
+    return is_checkpointed_in_graph()
 
 
 def _forward(kind: Any, x: Tensor, w_NK: Tensor, bias_N: Any, number: Tensor, is_training: bool, sums: bool) -> Any:
@@ -162,6 +179,28 @@ def _gradients(operator: Any, ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     gradients = operator(dy, x, w_NK, number, of_forward, needed, ctx.is_training, ctx.sums)
     dx, dw_NK, db_N = (gradient if is_needed else None for gradient, is_needed in zip(gradients, needed, strict=True))
     return dx, dw_NK, db_N, None, None, None
+
+
+def _flops_of_forward(
+    x: Tensor, w_NK: Tensor, bias_N: Any, number: Tensor, *others: Any, out_val: tuple[Tensor, Tensor]
+) -> int:
+    return _flops(x, w_NK, number, out_val[1], 1)
+
+
+def _flops_of_backward(
+    dy: Tensor, x: Tensor, w_NK: Tensor, number: Tensor, of_forward: Tensor, needed: list[bool], *_: Any, **out: Any
+) -> int:
+    return _flops(x, w_NK, number, of_forward, sum(needed[:2]))
+
+
+def _flops(x: Tensor, w_NK: Tensor, number: Tensor, of_forward: Tensor, num_products: int) -> int:
+    """Those of kept and borrowed columns; of all columns where tensors are fake, which tell no plan."""
+    num_multiplied = w_NK.numel()
+    if not isinstance(number, FakeTensor):
+        plan, loans, _ = _layers[int(number)].forwards.made_by(int(of_forward))
+        num_multiplied = num_multiplied if plan is None else len(w_NK) * len(plan.keep_P)
+        num_multiplied += 0 if loans is None else loans.num_borrowed
+    return 2 * num_products * math.prod(x.shape[:-1]) * num_multiplied
 
 
 def _define(name: str, forward: Any, backward: Any) -> None:

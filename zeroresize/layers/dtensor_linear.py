@@ -162,11 +162,9 @@ class DTensorColumnParallelLinear(_DTensorLinear):
         if not is_dtensor(x) and self.layouts.x.is_replicate() and not is_cast_by_autocast(x):
             y = on_tokens(lambda each: self.column_products(each, self._bias_in_graph()), x)
             return self._written(y, Shard(-1))
-        # Others sum dx where they scatter it, or in the dtype that autocast has cast x from, unless columns are lent,
-        # whose products arrive within our sum.
-        sums = self.is_lent_from
-        x = self._whole(x).to_local(grad_placements=[Replicate() if sums else Partial()])
-        return self._written(self.column_products(x, self._bias_in_graph(), sums=sums), Shard(-1))
+        # Others sum dx where they scatter it, or in the dtype that autocast has cast x from.
+        x = self._whole(x).to_local(grad_placements=[Partial()])
+        return self._written(self.column_products(x, self._bias_in_graph(), sums=False), Shard(-1))
 
     def _whole(self, x: Any) -> Any:
         """``x`` on every rank, as a DTensor."""
@@ -193,7 +191,7 @@ class DTensorRowParallelLinear(_DTensorLinear):
         return on_tokens(self._forward, x)
 
     def _forward(self, x: Tensor) -> Tensor:
-        sums, is_once = self.layouts.y.is_replicate() or self.is_lent_from, self.layouts.adds_bias_once
+        sums, is_once = self.layouts.y.is_replicate(), self.layouts.adds_bias_once
         y = self.row_products(x, None if is_once else self._bias_in_graph(), sums=sums)
         return self._written(y, Replicate() if sums else Partial(), self.bias if is_once else None)
 

@@ -33,6 +33,7 @@ class SharedProducts(Protocol):
 
     name: str  # of the layer
     has_loans: bool  # whether any rank of the group lends columns of the layer now; the same on all of them
+    num_borrowed: int  # numbers of other ranks' weights that this rank multiplies by
 
     def weight_in_force(self, weight: Tensor) -> Tensor:
         """Return the layer's ``weight`` [N, K] as the tensor to multiply with; its gradient will hold all columns."""
@@ -47,9 +48,9 @@ class SharedProducts(Protocol):
         """Compute y [T, N] of a column-parallel layer: ``multiply()`` plus what other ranks computed of it."""
 
     def column_backward(
-        self, dy_TN: Tensor, x_TK: Tensor, *, own_dgrad: OwnProduct | None, own_wgrad: OwnProduct | None
+        self, dy_TN: Tensor, x_TK: Tensor, *, own_dgrad: OwnProduct | None, own_wgrad: OwnProduct | None, sums: bool
     ) -> tuple[Tensor | None, Tensor | None, NamedWork | None]:
-        """Compute (dx [T, K], dw [N, K], the running all-reduce of dx); None for what is not asked for."""
+        """Compute (dx [T, K], dw [N, K], its all-reduce if it ``sums``); None for what is not asked for."""
 
     def row_forward(self, x_TK: Tensor, multiply: OwnProduct) -> tuple[Tensor, list[Tensor]]:
         """Compute (y [T, N] of a row-parallel layer, not yet summed over the group; what backward needs)."""
@@ -134,7 +135,9 @@ def column_backward(dy, x, w_NK, kept, how, needed):
     own_dgrad = (lambda: _dgrad(dy_TN, w_NK, how, parts)) if needs_dx else None
     own_wgrad = (lambda: _wgrad(packed_dy_TN, x_TK, w_NK, how, parts)) if needs_dw else None
     if how.loans is not None:
-        dx, dw_NK, work = how.loans.column_backward(dy_TN, x_TK, own_dgrad=own_dgrad, own_wgrad=own_wgrad)
+        dx, dw_NK, work = how.loans.column_backward(
+            dy_TN, x_TK, own_dgrad=own_dgrad, own_wgrad=own_wgrad, sums=how.sums
+        )
     else:
         if own_dgrad is not None:
             dx = own_dgrad()

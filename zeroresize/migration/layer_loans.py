@@ -55,6 +55,8 @@ class LayerLoans:
         self._rank = transport.rank
         self.lends = any(loan.route.owner == self._rank for loan in loans)
         self.has_loans = bool(self._loans)
+        borrowed = (loan for loan in self._loans if loan.route.owner != self._rank)
+        self.num_borrowed = sum(loan.num_rows * len(loan.columns.indices) for loan in borrowed)
 
     # ---- weights, once a step ----------------------------------------------------------------------------------------
 
@@ -165,8 +167,9 @@ class LayerLoans:
         *,
         own_dgrad: Callable[[], Tensor] | None,
         own_wgrad: Callable[[], Tensor] | None,
+        sums: bool,
     ) -> tuple[Tensor | None, Tensor | None, NamedWork | None]:
-        """Compute (dx [T, K], dw [N, K], the running all-reduce of dx); None for what is not asked for."""
+        """Compute (dx [T, K], dw [N, K], the all-reduce of dx if it ``sums``); None for what is not asked for."""
         self._gradient_return.backward_begins()
         weights = self._borrowed_weights(x_TK)
         sent = [self._transport.send_whole(loan.route, dy_TN, loan.num_rows) for loan in self._loans]
@@ -175,7 +178,8 @@ class LayerLoans:
         if dx_TK is not None:
             for loan, w_Nm, dy_of_owner_TN in borrowed:
                 self._add_to_dx(loan, dx_TK, self._product(kernels.dgrad, dy_of_owner_TN, w_Nm))
-        work = start_all_reduce(dx_TK, self._transport.process_group, self.name) if dx_TK is not None else None
+        group = self._transport.process_group
+        work = start_all_reduce(dx_TK, group, self.name) if sums and dx_TK is not None else None
         dw_NK = own_wgrad() if own_wgrad is not None else None
         if own_wgrad is not None:
             for loan, w_Nm, dy_of_owner_TN in borrowed:

@@ -201,6 +201,21 @@ def let_shapes_of_parameters_vary() -> None:
         config.force_parameter_static_shapes = False
 
 
+def is_checkpointed_in_graph() -> bool:
+    """Return whether dynamo puts a checkpointed part into a graph: ``_dynamo.symbolic_convert.tls.current_tx``."""
+    dynamo: Any = sys.modules.get("torch._dynamo.symbolic_convert")
+    translator = getattr(getattr(dynamo, "tls", None), "current_tx", None)  # none in torch.export
+    tracer = translator and translator.output.current_tracer
+    while tracer is not None and "activation_checkpoint" not in str(tracer.source_target):
+        tracer = tracer.parent
+    return tracer is not None
+
+
+def leave_graph(why: str) -> None:
+    """Have dynamo end a graph here, or where ``fullgraph=True`` does not allow it, fail: ``_dynamo.graph_break``."""
+    torch._dynamo.graph_break(msg=why)
+
+
 # ----------------------------------------------------------------------------------------------------------- tensors
 
 
