@@ -1,11 +1,12 @@
 """Resized products beside a roofline: python -m scripts.bench.kernels, on a GPU; --device cpu on the CPU.
 
-For layers of ViT-1B and LLaMA-3 8B at TP 8, on the CPU of a ViT of hidden size 768 at TP 2, for each pruning ratio γ
-and length of the blocks in which columns are drawn: FLOPs of a product, the bytes that it reads and writes at least,
-the whole product, and what the matrix product of the kept part alone takes, gathered before, in torch's library: the
-floor. Beside it what products take with all that belongs to them, and the share of it that the floor is: by gathering
-and scattering column by column, by plain torch as layers do, and by Triton. All take turns, so that a drift of the
-clock hits all alike. At the end what all take together, as a share of the whole ones. Triton computes on GPUs only.
+For layers of ViT-1B and LLaMA-3 8B at TP 8, and an undivided one, on the CPU of a ViT of hidden size 768 at TP 2, for
+each pruning ratio γ and length of the blocks in which columns are drawn: FLOPs of a product, the bytes that it reads
+and writes at least, the whole product, and what the matrix product of the kept part alone takes, gathered before, in
+torch's library: the floor. Beside it what products take with all that belongs to them, and the share of it that the
+floor is: by gathering and scattering column by column, by plain torch as layers do, and by Triton. All take turns, so
+that a drift of the clock hits all alike. At the end what all take together, as a share of the whole ones. Triton
+computes on GPUs only.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ LAYERS = {
     "ViT-1B down": (2048, 1024),
     "LLaMA-3 8B gate": (1792, 4096),
     "LLaMA-3 8B down": (4096, 1792),
+    "LLaMA-3 8B query, whole": (4096, 4096),
 }
 PRODUCTS = ("forward", "dgrad", "wgrad")
 Run = Callable[[], Tensor]
