@@ -55,10 +55,11 @@ help:  ## this list
 
 setup: $(STAMP)  ## create .venv and install everything, pinned (again only when the requirements change)
 
-$(STAMP): requirements/torch.txt requirements/base.txt requirements/colossalai.txt $(PACKAGE)
+$(STAMP): requirements/torch.txt requirements/base.txt requirements/colossalai.txt requirements/triton.txt $(PACKAGE)
 	$(call make_environment,$(VENV),-r requirements/torch.txt,-r requirements/base.txt)
 	@echo "Installing Colossal-AI"
 	@$(call pip_install,$(VENV)) --no-deps -r requirements/colossalai.txt
+	@$(BIN)/python -c "import triton" 2>/dev/null || $(call pip_install,$(VENV)) -r requirements/triton.txt
 	@touch $@
 	@echo "Ready: $(VENV)"
 

@@ -182,7 +182,7 @@ def _gradients(operator: Any, ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 
 
 def _flops_of_forward(
-    x: Tensor, w_NK: Tensor, bias_N: Any, number: Tensor, *others: Any, out_val: tuple[Tensor, Tensor]
+    x: Tensor, w_NK: Tensor, bias_N: Any, number: Tensor, *_: Any, out_val: tuple[Tensor, Tensor], **others: Any
 ) -> int:
     return _flops(x, w_NK, number, out_val[1], 1)
 
