@@ -1,7 +1,7 @@
 """Exchanges what the ranks' steps take, and says in the log who is slow: for ``zr.watch``, and a balancer that is off.
 
-Numbers go out every so many steps, while training goes on, and are asked for at the end of every step: nobody waits.
-So the same rounds come to every rank in the same order, perhaps a step or two apart.
+Numbers go out every so many steps that were listened to, while training goes on, and are asked for at the end of every
+step: nobody waits. So the same rounds come to every rank in the same order, perhaps a step or two apart.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from zeroresize.comm.exchange import Exchange, GatheredNumbers
+from zeroresize.measure import waits
 from zeroresize.measure.gpu_state import GpuReader
 from zeroresize.measure.waits import Where, place_of
 from zeroresize.policy.slowness.group_slowness import TOLERANCE, GroupSlowness, WatchReport
 from zeroresize.policy.slowness.lines import lines_of, past_line
+from zeroresize.policy.slowness.sampling import Sampling
 from zeroresize.policy.slowness.surroundings import NUM_NUMBERS, Place, Surroundings
 from zeroresize.policy.slowness.windows import StepWindow, WatchedStep, usual_waits, window_of
 from zeroresize.resharding.agreement import text_numbers, text_of
@@ -48,25 +50,33 @@ class SlownessWatch:
         self._places: dict[Where, Place] = {}
         self._steps: list[WatchedStep] = []
         self._pending: deque[GatheredNumbers] = deque()
-        self._num_steps, self._is_over = 0, False
-        self._watching_s = 0.0
+        self._sampling = Sampling(update_every)
+        self._num_steps, self._num_listened, self._is_over = 0, 0, False
+        self._watching_s, self._spent_s = 0.0, waits.spent_s
 
-    def end_step(self, read: Iterable[WatchedStep]) -> None:
-        """Count a step that is over; ``read`` are the steps whose times could be read since the last call."""
+    @property
+    def listens(self) -> bool:
+        """Whether the step that begins is one of those that are to be listened to, all of which come at first."""
+        return not self._is_over and self._sampling.listens_to(self._num_steps + 1)
+
+    def end_step(self, read: Iterable[WatchedStep] | None) -> None:
+        """Count a step that is over.
+
+        Args:
+            read: the steps whose times could be read since the last call; None if this one was not listened to.
+        """
         if self._is_over:
             return
         began = time.perf_counter()
         self._num_steps += 1
-        self._steps += read
         try:
             while self._pending and self._pending[0].has_ended:
                 self._take(self._pending.popleft().take())
-            if self._num_steps % self._update_every == 0:
-                window = window_of(self._steps, self._num_steps)
-                numbers = [*window.as_numbers(), *self._surroundings().as_numbers()]
-                self._steps = []
-                # Never left out: the ranks' rounds meet in the order in which they are started.
-                self._pending.append(GatheredNumbers(self._exchange.group, numbers))
+            if read is not None:
+                self._steps += read
+                self._num_listened += 1
+                if self._num_listened % self._update_every == 0:
+                    self._send()
         except RuntimeError as error:
             self._is_over = True
             self._pending.clear()
@@ -109,11 +119,19 @@ class SlownessWatch:
         self._is_over = True
         self._pending.clear()
 
+    def _send(self) -> None:
+        window = window_of(self._steps, self._num_steps)
+        cost_s, self._spent_s = (waits.spent_s - self._spent_s) / self._update_every, waits.spent_s
+        numbers = [cost_s, *window.as_numbers(), *self._surroundings().as_numbers()]
+        self._steps = []
+        # Never left out: the ranks' rounds meet in the order in which they are started.
+        self._pending.append(GatheredNumbers(self._exchange.group, numbers))
+        self._sampling.end_window()
+
     def _take(self, rows: Sequence[Sequence[float]]) -> None:
-        events = self._group.update(
-            [StepWindow.of_numbers(numbers[:-NUM_NUMBERS]) for numbers in rows],
-            [Surroundings.of_numbers(numbers[-NUM_NUMBERS:]) for numbers in rows],
-        )
+        windows = [StepWindow.of_numbers(numbers[1:-NUM_NUMBERS]) for numbers in rows]
+        self._sampling.take(max(cost_s for cost_s, *_ in rows), min(window.step_s for window in windows))
+        events = self._group.update(windows, [Surroundings.of_numbers(numbers[-NUM_NUMBERS:]) for numbers in rows])
         if self._rank == 0 and (events or self._on_status is not None):
             report = self.report()
             if self._on_status is not None:

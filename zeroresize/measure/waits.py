@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -70,6 +71,8 @@ class WaitListener(Protocol):
         """Hear that a watched backward has ended, after its last wait."""
 
 
+#: CPU seconds that listening to training has taken in this process.
+spent_s = 0.0
 #: A tuple, which is quick to go through.
 _listeners: tuple[weakref.ref[WaitListener], ...] = ()
 _inside = threading.local()
@@ -82,6 +85,12 @@ def listen(listener: WaitListener) -> None:
     global _listeners
     _watch_torch_distributed()
     _listeners += (weakref.ref(listener, _forget),)
+
+
+def spend(began: float) -> None:
+    """Count the CPU time of this thread since ``began`` as spent on listening."""
+    global spent_s
+    spent_s += time.thread_time() - began
 
 
 def place_of(where: Where) -> Place:
@@ -115,7 +124,7 @@ def watch_end_of_backward() -> None:
     queues its own with the last gradient. So a callback that is queued now runs before the reducer waits, and one that
     this callback queues runs after it.
     """
-    if torch.compiler.is_compiling():  # compiled autograd's graph has no callbacks
+    if torch.compiler.is_compiling() or not _listeners:  # compiled autograd's graph has no callbacks
         return
     backward = current_backward()
     if backward in (-1, getattr(_inside, "backward", None)):
@@ -141,16 +150,20 @@ def _end_of_backward_ends() -> None:
 
 
 def _enter(where: Where = None) -> None:
+    began = time.thread_time()
     _inside.wait = True
     _inside.listeners = [listener for reference in _listeners if (listener := reference()) is not None]
     for listener in _inside.listeners:
         listener.wait_begins(where)
+    spend(began)
 
 
 def _leave() -> None:
+    began = time.thread_time()
     for listener in _inside.listeners:
         listener.wait_ends()
     _inside.wait = False
+    spend(began)
 
 
 @functools.cache
