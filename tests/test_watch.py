@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zeroresize as zr
 from zeroresize.measure import clocks, waits
 from zeroresize.measure.model_steps import ModelSteps
-from zeroresize.policy.slowness import sampling
+from zeroresize.policy.slowness import windows
 from zeroresize.utils.torch_private import hooks_of
 
 HIDDEN = 8
@@ -79,7 +79,7 @@ def test_a_slow_rank_is_seen_whatever_shards_the_model(run_ranks):
         model = shard(Model(), group)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         Sleepy.seconds = 0.001
-        with patch.object(sampling, "_SHARE", 1.0), zr.watch(model, optimizer, update_every=5) as watch:
+        with patch.object(windows, "_SHARE", 1.0), zr.watch(model, optimizer, update_every=5) as watch:
             train(model, optimizer, 20)
             Sleepy.seconds = 0.03 if rank == 1 else 0.001
             train(model, optimizer, 30)
@@ -252,8 +252,8 @@ def test_all_ranks_listen_to_the_same_few_steps_and_tell_of_all(run_ranks):
         heard, calls, reports = [], [], []
         work_begins = ModelSteps._work_begins
         with (
-            patch.object(sampling, "_SHARE", 1e-9),
-            patch.object(sampling, "_LONGEST_S", 17.5),  # of 5 steps of 0.6 s that are heard, and 25 that are not
+            patch.object(windows, "_SHARE", 1e-9),
+            patch.object(windows, "_LONGEST_S", 17.5),  # of 5 steps of 0.6 s that are heard, and 25 that are not
             patch.object(ModelSteps, "_work_begins", lambda *given: calls.append(len(heard)) or work_begins(*given)),
             caught_log_lines() as lines,
         ):

@@ -21,9 +21,8 @@ from zeroresize.measure.gpu_state import GpuReader
 from zeroresize.measure.waits import Where, place_of
 from zeroresize.policy.slowness.group_slowness import TOLERANCE, GroupSlowness, WatchReport
 from zeroresize.policy.slowness.lines import lines_of, past_line
-from zeroresize.policy.slowness.sampling import Sampling
 from zeroresize.policy.slowness.surroundings import NUM_NUMBERS, Place, Surroundings
-from zeroresize.policy.slowness.windows import StepWindow, WatchedStep, usual_waits, window_of
+from zeroresize.policy.slowness.windows import Sampling, StepWindow, WatchedStep, usual_waits, window_of
 from zeroresize.resharding.agreement import text_numbers, text_of
 from zeroresize.status import RankStatus, Status
 
@@ -56,15 +55,11 @@ class SlownessWatch:
 
     @property
     def listens(self) -> bool:
-        """Whether the step that begins is one of those that are to be listened to, all of which come at first."""
+        """Whether the step that begins is to be listened to."""
         return not self._is_over and self._sampling.listens_to(self._num_steps + 1)
 
     def end_step(self, read: Iterable[WatchedStep] | None) -> None:
-        """Count a step that is over.
-
-        Args:
-            read: the steps whose times could be read since the last call; None if this one was not listened to.
-        """
+        """Count a step that is over; ``read`` are those whose times have come since, None if it was not listened to."""
         if self._is_over:
             return
         began = time.perf_counter()
@@ -76,7 +71,13 @@ class SlownessWatch:
                 self._steps += read
                 self._num_listened += 1
                 if self._num_listened % self._update_every == 0:
-                    self._send()
+                    cost_s, self._spent_s = (waits.spent_s - self._spent_s) / self._update_every, waits.spent_s
+                    window = window_of(self._steps, self._num_steps)
+                    numbers = [cost_s, *window.as_numbers(), *self._surroundings().as_numbers()]
+                    self._steps = []
+                    # Never left out: the ranks' rounds meet in the order in which they are started.
+                    self._pending.append(GatheredNumbers(self._exchange.group, numbers))
+                    self._sampling.end_window()
         except RuntimeError as error:
             self._is_over = True
             self._pending.clear()
@@ -118,15 +119,6 @@ class SlownessWatch:
             self._exchange.group.abort()
         self._is_over = True
         self._pending.clear()
-
-    def _send(self) -> None:
-        window = window_of(self._steps, self._num_steps)
-        cost_s, self._spent_s = (waits.spent_s - self._spent_s) / self._update_every, waits.spent_s
-        numbers = [cost_s, *window.as_numbers(), *self._surroundings().as_numbers()]
-        self._steps = []
-        # Never left out: the ranks' rounds meet in the order in which they are started.
-        self._pending.append(GatheredNumbers(self._exchange.group, numbers))
-        self._sampling.end_window()
 
     def _take(self, rows: Sequence[Sequence[float]]) -> None:
         windows = [StepWindow.of_numbers(numbers[1:-NUM_NUMBERS]) for numbers in rows]

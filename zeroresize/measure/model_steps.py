@@ -47,6 +47,7 @@ class ModelSteps:
 
     Attributes:
         listens: whether a step is timed now; else hooks return at once, and no wait is heard.
+        close: takes back all hooks, and times nothing more.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -75,18 +76,15 @@ class ModelSteps:
         learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for parameter in _some(learning, _MOST_PARAMETERS):
             handles.append(parameter.register_post_accumulate_grad_hook(_backward_is_under_way))
-        self._close = weakref.finalize(self, _detach, self._timer, handles, self._timing)
-        self._close.atexit = False
+        self.close = weakref.finalize(self, _detach, self._timer, handles, self._timing)
+        self.close.atexit = False
         self.listens = True
         self.begin_step()
 
     def end_step(self, work: float = math.nan, *, goes_on: bool = True) -> list[WatchedStep]:
-        """End a step, of so much work, and begin the next one; return the steps that can be read without waiting.
+        """End a step, of so much work, and begin the next if it ``goes_on``; return the steps that can be read now.
 
         A step without any work of the model, such as that of another model's optimizer, is told as well.
-
-        Args:
-            goes_on: False to begin the next one by :meth:`begin_step`, unless it is left out by :meth:`pause`.
         """
         self._unread.append((bool(self._timing), work, self._inputs))
         _remove(self._timing)
@@ -101,10 +99,6 @@ class ModelSteps:
         """Time nothing until :meth:`begin_step`."""
         self.listens = False
         waits.stop_listening(self._timer)
-
-    def close(self) -> None:
-        """Take back all hooks, and time nothing more."""
-        self._close()
 
     def begin_step(self) -> None:
         """Begin a step."""

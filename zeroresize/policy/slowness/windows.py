@@ -1,4 +1,4 @@
-"""A rank's steps in a row: its usual times, as a few numbers that the ranks exchange, and what they tell of a delay.
+"""A rank's steps: which are timed, their usual times as a few numbers that the ranks exchange, and what delays them.
 
 ``R`` ranks of the group.
 """
@@ -6,15 +6,23 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
+from zeroresize.policy import FEW
 from zeroresize.policy.tensor.estimation.times import LEAST_SECONDS, MOST_SECONDS, StepTimes
 from zeroresize.utils.usual import usual_of
 
 _TimedT = TypeVar("_TimedT", "WatchedStep", "StepWindow")
 
+#: Which share of the time may be spent on listening to steps, by a count that sees about two thirds of it.
+_SHARE = 0.002
+#: Steps are left out only as far as a window lasts for so many seconds.
+_LONGEST_S = 60.0
+#: What a window has cost decides on the one that begins so many windows later: by then its numbers have come.
+_LAG = 4
 #: "compute" stands for products and the rest together, where products were not timed; "link" for what lasts longer
 #: between ranks, though none is late.
 Cause = Literal["products", "rest", "loader", "compute", "link"]
@@ -74,6 +82,43 @@ class StepWindow:
     def computing_s(self) -> float:
         """Seconds from the beginning of the model's forward on, without waits."""
         return self.busy_s - self.loader_s
+
+
+class Sampling:
+    """Decides which steps make windows, by what listening to them has cost in earlier ones: all of them at first.
+
+    Where the numbers that decide have not come, no step is listened to until they do. So all ranks listen to the same
+    steps, and nobody waits.
+
+    Attributes:
+        strides: of the present window and, as far as is known, those that follow: one of so many steps is listened to.
+    """
+
+    def __init__(self, steps_of_window: int) -> None:
+        self._steps_of_window, self.strides = steps_of_window, deque([1] * _LAG)
+        self._costs_s = deque([0.0] * FEW, maxlen=FEW)
+
+    def listens_to(self, step: int) -> bool:
+        """Return whether step number ``step``, from 1 on, is listened to.
+
+        The place within each stretch of steps moves on: of ten that are listened to no more than six lie at the same
+        place of any period, so what a rank does in each second or tenth step is not taken for usual.
+        """
+        if not self.strides:
+            return False
+        stretch, place = divmod(step - 1, self.strides[0])
+        return place == stretch // 2 % self.strides[0]
+
+    def end_window(self) -> None:
+        """Go on with the next window."""
+        if self.strides:
+            self.strides.popleft()
+
+    def take(self, cost_s: float, step_s: float) -> None:
+        """Take what a window has told: the cost of listening to a step, and the seconds of a usual step."""
+        self._costs_s.append(cost_s)
+        stride = min(usual_of(self._costs_s) / _SHARE, _LONGEST_S / self._steps_of_window) / max(step_s, LEAST_SECONDS)
+        self.strides.append(max(math.ceil(stride), 1) if math.isfinite(stride) else 1)
 
 
 def at_work(timed: _TimedT, work: float) -> _TimedT:
