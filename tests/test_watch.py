@@ -253,7 +253,7 @@ def test_all_ranks_listen_to_the_same_few_steps_and_tell_of_all(run_ranks):
         work_begins = ModelSteps._work_begins
         with (
             patch.object(windows, "_SHARE", 1e-9),
-            patch.object(windows, "_LONGEST_S", 17.5),  # of 5 steps of 0.6 s that are heard, and 25 that are not
+            patch.object(windows, "_MOST_STRIDE", 6),
             patch.object(ModelSteps, "_work_begins", lambda *given: calls.append(len(heard)) or work_begins(*given)),
             caught_log_lines() as lines,
         ):

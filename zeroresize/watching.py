@@ -70,8 +70,8 @@ def watch(
             each.
         process_group: the ranks that are compared, which should do equal work, or count it (:meth:`Watch.count`), or a
             one-dimensional ``DeviceMesh`` of them; None for all ranks of the job.
-        update_every: steps between two exchanges of numbers, of those that are listened to: one of so many that a watch
-            takes half a percent of the time at most, all at first. Slowness is told once it has lasted for two of them.
+        update_every: steps between two exchanges of numbers, of those that are listened to: one of so many, 32 at most,
+            that a watch takes about half a percent of the time, all at first. Slowness is told once it has lasted for two of them.
         tolerance: by which share of the others' time a rank's own work must take longer, at least.
         on_status: called on rank 0 of the group with each new :meth:`Watch.status`, such as a
             :class:`~zeroresize.telemetry.JsonLinesTelemetry`, which ``zeroresize live`` reads.
@@ -103,6 +103,7 @@ class Watch:
     ) -> None:
         self._has_optimizer, self._is_closed = optimizer is not None, False
         self._work = math.nan  # counted in this step so far
+        self._spent_s = waits.spent_s
         self._steps: ModelSteps | None = None
         self._slowness: SlownessWatch | None = None
         self._attached = ExitStack()
@@ -211,10 +212,13 @@ class Watch:
         steps, slowness = self._steps, self._slowness
         if steps is None or slowness is None:
             return
-        began = time.thread_time()
-        slowness.end_step(steps.end_step(work, goes_on=False) if steps.listens else None)
+        began, listened = time.perf_counter(), steps.listens
+        slowness.end_step(steps.end_step(work, goes_on=False) if listened else [])
         if slowness.listens:
             steps.begin_step()
-        elif steps.listens:
+        elif listened:
             steps.pause()
         waits.spend(began)
+        if listened:
+            slowness.count_cost(waits.spent_s - self._spent_s)
+        self._spent_s = waits.spent_s

@@ -1,7 +1,7 @@
 """Exchanges what the ranks' steps take, and says in the log who is slow: for ``zr.watch``, and a balancer that is off.
 
-Numbers go out every so many steps that were listened to, while training goes on, and are asked for at the end of every
-step: nobody waits. So the same rounds come to every rank in the same order, perhaps a step or two apart.
+Numbers go out after every so many steps, while training goes on, and are asked for at the end of every step: nobody
+waits. So the same rounds come to every rank in the same order, perhaps a step or two apart.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from zeroresize.comm.exchange import Exchange, GatheredNumbers
-from zeroresize.measure import waits
 from zeroresize.measure.gpu_state import GpuReader
 from zeroresize.measure.waits import Where, place_of
 from zeroresize.policy.slowness.group_slowness import TOLERANCE, GroupSlowness, WatchReport
@@ -43,7 +42,7 @@ class SlownessWatch:
         on_status: Callable[[Status], object] | None = None,
     ) -> None:
         self._on_status = on_status if rank == 0 else None
-        self._exchange, self._rank, self._update_every = exchange, rank, update_every
+        self._exchange, self._rank = exchange, rank
         nodes = [text_of(numbers) for numbers in exchange.gather(text_numbers(socket.gethostname()))]
         self._group, self._gpu = GroupSlowness(num_ranks, tolerance, nodes), GpuReader(device)
         self._places: dict[Where, Place] = {}
@@ -51,33 +50,35 @@ class SlownessWatch:
         self._pending: deque[GatheredNumbers] = deque()
         self._sampling = Sampling(update_every)
         self._num_steps, self._num_listened, self._is_over = 0, 0, False
-        self._watching_s, self._spent_s = 0.0, waits.spent_s
+        self._watching_s, self._listening_s = 0.0, 0.0
 
     @property
     def listens(self) -> bool:
         """Whether the step that begins is to be listened to."""
         return not self._is_over and self._sampling.listens_to(self._num_steps + 1)
 
-    def end_step(self, read: Iterable[WatchedStep] | None) -> None:
-        """Count a step that is over; ``read`` are those whose times have come since, None if it was not listened to."""
+    def count_cost(self, seconds: float) -> None:
+        """Count what listening to a step has cost."""
+        self._num_listened += 1
+        self._listening_s += seconds
+
+    def end_step(self, read: Iterable[WatchedStep]) -> None:
+        """Count a step that is over; ``read`` are the steps whose times could be read since the last call."""
         if self._is_over:
             return
         began = time.perf_counter()
         self._num_steps += 1
+        self._steps += read
         try:
             while self._pending and self._pending[0].has_ended:
                 self._take(self._pending.popleft().take())
-            if read is not None:
-                self._steps += read
-                self._num_listened += 1
-                if self._num_listened % self._update_every == 0:
-                    cost_s, self._spent_s = (waits.spent_s - self._spent_s) / self._update_every, waits.spent_s
-                    window = window_of(self._steps, self._num_steps)
-                    numbers = [cost_s, *window.as_numbers(), *self._surroundings().as_numbers()]
-                    self._steps = []
-                    # Never left out: the ranks' rounds meet in the order in which they are started.
-                    self._pending.append(GatheredNumbers(self._exchange.group, numbers))
-                    self._sampling.end_window()
+            while self._sampling.ends_window(self._num_steps):
+                cost_s = self._listening_s / self._num_listened if self._num_listened else math.nan
+                window = window_of(self._steps, self._num_steps)
+                numbers = [cost_s, *window.as_numbers(), *self._surroundings().as_numbers()]
+                self._steps, self._num_listened, self._listening_s = [], 0, 0.0
+                # Never left out: the ranks' rounds meet in the order in which they are started.
+                self._pending.append(GatheredNumbers(self._exchange.group, numbers))
         except RuntimeError as error:
             self._is_over = True
             self._pending.clear()

@@ -155,7 +155,7 @@ def _calling(reference: weakref.ref[ModelSteps], method: Callable[..., None]) ->
     def call(*given: Any) -> None:
         steps = None if torch.compiler.is_compiling() else reference()  # compiled code hears nothing of this
         if steps is not None and steps.listens:
-            began = time.thread_time()
+            began = time.perf_counter()
             method(steps, *given)
             waits.spend(began)
 

@@ -71,7 +71,7 @@ class WaitListener(Protocol):
         """Hear that a watched backward has ended, after its last wait."""
 
 
-#: CPU seconds that listening to training has taken in this process.
+#: Seconds that listening to training has taken in this process.
 spent_s = 0.0
 #: A tuple, which is quick to go through.
 _listeners: tuple[weakref.ref[WaitListener], ...] = ()
@@ -88,9 +88,9 @@ def listen(listener: WaitListener) -> None:
 
 
 def spend(began: float) -> None:
-    """Count the CPU time of this thread since ``began`` as spent on listening."""
+    """Count the time since ``began`` as spent on listening."""
     global spent_s
-    spent_s += time.thread_time() - began
+    spent_s += time.perf_counter() - began
 
 
 def place_of(where: Where) -> Place:
@@ -124,7 +124,7 @@ def watch_end_of_backward() -> None:
     queues its own with the last gradient. So a callback that is queued now runs before the reducer waits, and one that
     this callback queues runs after it.
     """
-    if torch.compiler.is_compiling() or not _listeners:  # compiled autograd's graph has no callbacks
+    if torch.compiler.is_compiling():  # compiled autograd's graph has no callbacks
         return
     backward = current_backward()
     if backward in (-1, getattr(_inside, "backward", None)):
@@ -132,7 +132,8 @@ def watch_end_of_backward() -> None:
     _inside.backward = backward
     if getattr(_inside, "wait", False):  # the end of the last backward failed, so its second callback never ran
         _leave()
-    call_at_end_of_backward(_end_of_backward_begins)
+    if _listeners:
+        call_at_end_of_backward(_end_of_backward_begins)
 
 
 def _end_of_backward_begins() -> None:
@@ -150,7 +151,7 @@ def _end_of_backward_ends() -> None:
 
 
 def _enter(where: Where = None) -> None:
-    began = time.thread_time()
+    began = time.perf_counter()
     _inside.wait = True
     _inside.listeners = [listener for reference in _listeners if (listener := reference()) is not None]
     for listener in _inside.listeners:
@@ -159,7 +160,7 @@ def _enter(where: Where = None) -> None:
 
 
 def _leave() -> None:
-    began = time.thread_time()
+    began = time.perf_counter()
     for listener in _inside.listeners:
         listener.wait_ends()
     _inside.wait = False

@@ -19,8 +19,8 @@ _TimedT = TypeVar("_TimedT", "WatchedStep", "StepWindow")
 
 #: Which share of the time may be spent on listening to steps, by a count that sees about two thirds of it.
 _SHARE = 0.002
-#: Steps are left out only as far as a window lasts for so many seconds.
-_LONGEST_S = 60.0
+#: A rank that becomes ten times as slow is told after ten times as long, so it is not to take for ever.
+_MOST_STRIDE = 32
 #: What a window has cost decides on the one that begins so many windows later: by then its numbers have come.
 _LAG = 4
 #: "compute" stands for products and the rest together, where products were not timed; "link" for what lasts longer
@@ -87,38 +87,41 @@ class StepWindow:
 class Sampling:
     """Decides which steps make windows, by what listening to them has cost in earlier ones: all of them at first.
 
-    Where the numbers that decide have not come, no step is listened to until they do. So all ranks listen to the same
-    steps, and nobody waits.
-
-    Attributes:
-        strides: of the present window and, as far as is known, those that follow: one of so many steps is listened to.
+    Windows begin and end at the same steps on all ranks. Where the numbers that decide on one come late to a rank, it
+    listens to as many steps as in the window before, and ends late.
     """
 
     def __init__(self, steps_of_window: int) -> None:
-        self._steps_of_window, self.strides = steps_of_window, deque([1] * _LAG)
-        self._costs_s = deque([0.0] * FEW, maxlen=FEW)
+        self._steps_of_window = steps_of_window
+        self._number, self._begin = 0, 1  # the present window, and its first step
+        #: Of the present window and, as far as is known, those that follow: one of so many steps is listened to.
+        self._strides, self._latest = deque([1] * _LAG), 1
+        self._costs_s = deque[float](maxlen=FEW)
 
     def listens_to(self, step: int) -> bool:
-        """Return whether step number ``step``, from 1 on, is listened to.
+        """Return whether step number ``step``, from 1 on, is listened to; it lies in the present window.
 
         The place within each stretch of steps moves on: of ten that are listened to no more than six lie at the same
         place of any period, so what a rank does in each second or tenth step is not taken for usual.
         """
-        if not self.strides:
-            return False
-        stretch, place = divmod(step - 1, self.strides[0])
-        return place == stretch // 2 % self.strides[0]
+        stride = self._strides[0] if self._strides else self._latest
+        stretch, place = divmod(step - self._begin, stride)
+        return place == (self._number * self._steps_of_window + stretch) // 2 % stride
 
-    def end_window(self) -> None:
-        """Go on with the next window."""
-        if self.strides:
-            self.strides.popleft()
+    def ends_window(self, step: int) -> bool:
+        """Return whether the present window is over after ``step``, and if so go on with the next."""
+        if not self._strides or step + 1 < self._begin + self._steps_of_window * self._strides[0]:
+            return False
+        self._begin += self._steps_of_window * self._strides.popleft()
+        self._number += 1
+        return True
 
     def take(self, cost_s: float, step_s: float) -> None:
-        """Take what a window has told: the cost of listening to a step, and the seconds of a usual step."""
-        self._costs_s.append(cost_s)
-        stride = min(usual_of(self._costs_s) / _SHARE, _LONGEST_S / self._steps_of_window) / max(step_s, LEAST_SECONDS)
-        self.strides.append(max(math.ceil(stride), 1) if math.isfinite(stride) else 1)
+        """Take what a window has told, if anything: the cost of listening to a step, and the seconds of a usual one."""
+        if math.isfinite(cost_s) and step_s > 0.0:
+            self._costs_s.append(cost_s)
+            self._latest = min(max(math.ceil(usual_of(self._costs_s) / (_SHARE * step_s)), 1), _MOST_STRIDE)
+        self._strides.append(self._latest)
 
 
 def at_work(timed: _TimedT, work: float) -> _TimedT:
