@@ -3,6 +3,7 @@
 import gc
 import time
 import types
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroresize as zr
-from zeroresize.measure import clocks
+from zeroresize.measure import clocks, waits
+from zeroresize.measure.model_steps import ModelSteps
+from zeroresize.policy.slowness import windows
 from zeroresize.utils.torch_private import hooks_of
 
 HIDDEN = 8
@@ -76,7 +79,7 @@ def test_a_slow_rank_is_seen_whatever_shards_the_model(run_ranks):
         model = shard(Model(), group)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         Sleepy.seconds = 0.001
-        with zr.watch(model, optimizer, update_every=5) as watch:
+        with patch.object(windows, "_SHARE", 1.0), zr.watch(model, optimizer, update_every=5) as watch:
             train(model, optimizer, 20)
             Sleepy.seconds = 0.03 if rank == 1 else 0.001
             train(model, optimizer, 30)
@@ -233,6 +236,51 @@ def test_times_for_as_much_work_are_compared_where_the_user_counts_it(run_ranks)
         assert all_counted == [((), []), ((), [])]
         assert [slow.rank for slow in plain] == [1]
         assert len(lines) == (rank == 0) and all("or it has more work" in line for line in lines)
+
+
+class Unread(torch.Tensor):
+    """A number that must not be asked for, which would wait for its device."""
+
+    def item(self):
+        raise AssertionError("a step that nobody listens to has read a tensor")
+
+
+def test_all_ranks_listen_to_the_same_few_steps_and_tell_of_all(run_ranks):
+    """Though their own steps differ. In the others hooks do nothing."""
+
+    def run(rank, group):
+        heard, calls, reports = [], [], []
+        work_begins = ModelSteps._work_begins
+        with (
+            patch.object(windows, "_SHARE", 1e-9),
+            patch.object(windows, "_MOST_STRIDE", 6),
+            patch.object(ModelSteps, "_work_begins", lambda *given: calls.append(len(heard)) or work_begins(*given)),
+            caught_log_lines() as lines,
+        ):
+            virtual = Virtual(group)
+            steps = virtual.watch._steps
+            for number in range(900):
+                virtual.chi = 2.0 if rank == 1 and 450 <= number < 700 else 1.0
+                if steps.listens:
+                    heard.append(number)
+                assert steps.listens == any(reference() is steps._timer for reference in waits._listeners)
+                virtual.watch.count(0.6 if steps.listens else torch.ones(()).as_subclass(Unread))
+                virtual.step()
+                virtual.wait()  # a step takes hardly any real time, so it might end before what was sent has come
+                reports.append(virtual.watch.report())
+        assert calls == list(range(1, len(heard) + 1))
+        return heard, reports, [line for line in lines if "step " in line]
+
+    (heard, reports, (begins, *_, ends)), (others_heard, others_reports, _) = run_ranks(run, 2, timeout_s=60)
+    assert heard == others_heard and heard[:20] == list(range(20))
+    assert sum(100 <= number < 400 for number in heard) == 300 / 6
+    assert [report.slow for report in reports] == [report.slow for report in others_reports]
+    (slow,) = reports[699].slow
+    assert f"since step {slow.since_step}" in begins and 450 - 30 <= slow.since_step <= 450 + 30
+    assert slow.since_step + slow.num_steps == reports[699].step > 700 - 30
+    assert slow.cost_s == pytest.approx(slow.num_steps * 0.3, rel=0.2)
+    assert not any(report.slow for report in reports[:450])
+    assert "as fast as the others again" in ends and reports[-1].slow == () and reports[-1].step > 900 - 30
 
 
 @pytest.mark.slow

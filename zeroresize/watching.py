@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,6 +19,7 @@ from zeroresize.comm.collectives import group_rank, group_size, require_group
 from zeroresize.comm.exchange import Exchange
 from zeroresize.comm.groups import CpuGroup, let_others_fail
 from zeroresize.control.slowness_watch import SlownessWatch, status_of_watch
+from zeroresize.measure import waits
 from zeroresize.measure.model_steps import ModelSteps
 from zeroresize.optim.optimizers import hook_steps, torch_optimizer
 from zeroresize.policy.slowness.group_slowness import TOLERANCE, GroupSlowness, WatchReport
@@ -68,7 +70,8 @@ def watch(
             each.
         process_group: the ranks that are compared, which should do equal work, or count it (:meth:`Watch.count`), or a
             one-dimensional ``DeviceMesh`` of them; None for all ranks of the job.
-        update_every: steps between two exchanges of numbers. Slowness is told once it has lasted for two of them.
+        update_every: steps between two exchanges of numbers, of those that are listened to: one of so many, 32 at most,
+            that a watch takes about half a percent of the time, all at first. Slowness is told once it has lasted for two of them.
         tolerance: by which share of the others' time a rank's own work must take longer, at least.
         on_status: called on rank 0 of the group with each new :meth:`Watch.status`, such as a
             :class:`~zeroresize.telemetry.JsonLinesTelemetry`, which ``zeroresize live`` reads.
@@ -100,6 +103,7 @@ class Watch:
     ) -> None:
         self._has_optimizer, self._is_closed = optimizer is not None, False
         self._work = math.nan  # counted in this step so far
+        self._spent_s = waits.spent_s
         self._steps: ModelSteps | None = None
         self._slowness: SlownessWatch | None = None
         self._attached = ExitStack()
@@ -130,7 +134,7 @@ class Watch:
 
         Args:
             work: samples, tokens, or what else takes equally long, counted alike on all ranks. A step with 0 in all
-                does not count. A tensor of one number is read, which waits for its device.
+                does not count. A tensor of one number is read, which waits for its device, in steps listened to.
 
         Raises:
             ValueError: for work that is no number from 0 on.
@@ -138,6 +142,8 @@ class Watch:
         """
         if self._is_closed:
             raise RuntimeError("this watch is closed: make a new one with zeroresize.watch(...)")
+        if isinstance(work, Tensor) and self._steps is not None and not self._steps.listens:
+            return
         work = work.item() if isinstance(work, Tensor) and work.numel() == 1 else value_checks.plain(work)
         value_checks.number("work", work, least=0.0)
         self._work = float(work) + (0.0 if math.isnan(self._work) else self._work)
@@ -203,5 +209,16 @@ class Watch:
 
     def _end_step(self) -> None:
         work, self._work = self._work, math.nan
-        if self._steps is not None and self._slowness is not None:
-            self._slowness.end_step(self._steps.end_step(work))
+        steps, slowness = self._steps, self._slowness
+        if steps is None or slowness is None:
+            return
+        began, listened = time.perf_counter(), steps.listens
+        slowness.end_step(steps.end_step(work, goes_on=False) if listened else [])
+        if slowness.listens:
+            steps.begin_step()
+        elif listened:
+            steps.pause()
+        waits.spend(began)
+        if listened:
+            slowness.count_cost(waits.spent_s - self._spent_s)
+        self._spent_s = waits.spent_s

@@ -16,8 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import AllreduceOptions
 from torch.nn.parallel import DistributedDataParallel
 
+from zeroresize import watching
 from zeroresize.injection import SlowOps
-from zeroresize.measure import clocks
+from zeroresize.measure import clocks, model_steps, waits
+
+#: Seconds by which a clock that only a step's parts move goes on when it is read, so that a watch costs something.
+_READING_S = 1e-5
 
 
 class _Pass(torch.autograd.Function):
@@ -56,6 +60,10 @@ class Pace:
     step_s: float = 0.0
     cause: str = ""
     chi: float = 1.0
+
+    def read_clock(self) -> float:
+        self.now_s += _READING_S
+        return self.now_s
 
     def begin_step(self) -> None:
         """Draw how long this step takes; one of a hundred is interrupted for as long as ten."""
@@ -119,7 +127,9 @@ class Training:
         parts_s = (0.0015, 0.0005, 0.003, 0.001) if is_virtual else (0.0,) * 4
         self.pace = Pace(*parts_s, arguments.noise, draw)
         if is_virtual:
-            clocks.time = types.SimpleNamespace(perf_counter=lambda: self.pace.now_s)  # type: ignore[attr-defined]
+            read = self.pace.read_clock
+            for module in (clocks, model_steps, waits, watching):
+                module.time = types.SimpleNamespace(perf_counter=read, thread_time=read)  # type: ignore[attr-defined]
         self.model = DistributedDataParallel(make_model(arguments, self.pace))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.x = torch.randn(4 if is_virtual else arguments.tokens, arguments.hidden)

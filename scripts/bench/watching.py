@@ -4,11 +4,11 @@
 loader, its host (a module that is no product), or the link to its neighbour, with which it sums beside DDP; or its rows
 are longer, which are counted, so that nobody is to be told. Of products and rows, χ is how many times as long they take
 or are; of the others, how many times as long the rank's whole step takes. Ranks are even in number. With ``--work
-virtual`` a clock that only a step's parts move tells the times, with noise that is drawn: more ranks than cores and
-other work on the machine are no matter. With ``--work computing`` products are real ones. ``--slow`` counts steps of a
-spell, ``--still`` those after it.
+virtual`` a clock that only a step's parts, and reading it, move tells the times, with noise that is drawn: more ranks
+than cores and other work on the machine are no matter. With ``--work computing`` products are real ones. ``--slow``
+counts steps of a spell, ``--still`` those after it, of which a watch listens to some.
 ``still``: ``--steps`` without any slow rank. ``cost``: blocks of steps with and without a watch in turn, and without in
-turn with without.
+turn with without; a block should be long enough for some exchanges.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ import torch.distributed as dist
 import zeroresize as zr
 from scripts.bench.common import bootstrap_interval, in_turns, parser_of, pin_to_core, results_of_ranks, run, show
 from scripts.bench.paced_training import Training
+from zeroresize.measure import clocks
 from zeroresize.utils.texts import digits
 
 #: What slows a rank, and what a watch calls it.
 CAUSES = {"products": "products", "loader": "loader", "host": "rest", "link": "link", "rows": ""}
-_WARM_UP = 200
+_WARM_UP = 1500
+#: Of exchanges, after which a watch listens to no more steps than its cost allows.
+_FIRST_WINDOWS = 8
 Tell = Callable[[Any], None]
 
 
@@ -42,6 +45,7 @@ class Spell:
     cause: str
     chi: float
     told_after: int | None = None  # steps
+    told_after_s: float = 0.0
     told_cause: str = ""
     told_times: float = 1.0
     ended_after: int | None = None
@@ -72,7 +76,7 @@ def run_spell(
     """Train for a while with nobody slow, with ``victim`` slow, and again with nobody slow."""
     known = set(seen(watch, victim))
     for phase, num_steps in (
-        ("before", int(draw.integers(30, 50))),
+        ("before", int(draw.integers(250, 400))),
         ("slow", arguments.slow),
         ("after", arguments.still),
     ):
@@ -80,13 +84,14 @@ def run_spell(
             training.slow(spell.cause, spell.chi)
         if phase == "after":
             training.slow("", 1.0)
+        began = clocks.CpuClock().mark()
         for step in range(num_steps):
             watch.count(training.pace.rows)
             training.step()
             slow = seen(watch, victim)
             for new in set(slow) - known:
                 if new == victim and phase == "slow":
-                    spell.told_after = step + 1
+                    spell.told_after, spell.told_after_s = step + 1, clocks.CpuClock().mark() - began
                 else:
                     spell.false_alarms += 1
             if victim in slow and phase == "slow" and spell.told_after is not None:
@@ -124,21 +129,23 @@ def measure_cost(training: Training, arguments: argparse.Namespace, tell: Tell) 
     for _ in range(20):
         training.step()
 
-    def block(is_watched: bool) -> tuple[float, float]:
-        """Wall and CPU seconds of a step, by this thread."""
+    def block(is_watched: bool) -> tuple[float, ...]:
+        """Wall and CPU seconds of a step, by this thread; one of how many steps a watch listened to."""
         watch = None
         if is_watched:
             watch = zr.watch(training.model, training.optimizer, update_every=arguments.update_every)
-        for _ in range(2 * arguments.update_every):
+        for _ in range((_FIRST_WINDOWS if is_watched else 1) * arguments.update_every):
             training.step()
         dist.barrier()
         began, cpu_began = time.perf_counter(), time.thread_time()
         for _ in range(arguments.block):
             training.step()
         elapsed_s, cpu_s = time.perf_counter() - began, time.thread_time() - cpu_began
-        if watch is not None:
+        stride = 0.0
+        if watch is not None and watch._slowness is not None:
+            stride = float(watch._slowness._sampling._latest)
             watch.close()
-        return elapsed_s / arguments.block, cpu_s / arguments.block
+        return elapsed_s / arguments.block, cpu_s / arguments.block, stride
 
     variants = {"plain": lambda: block(False), "again": lambda: block(False), "watched": lambda: block(True)}
     tell(in_turns(variants, arguments.rounds))
@@ -163,12 +170,23 @@ def show_spells(spells: Sequence[Spell], num_ranks: int) -> None:
         rows.append([
             cause, f"{chi:g}", f"{len(noticed)} of {len(alike)}",
             _median_and_most([spell.told_after for spell in noticed]),
+            _median_and_most([spell.told_after_s for spell in noticed]),
             ", ".join(sorted({spell.told_cause for spell in noticed})),
             _median_and_most([spell.told_times for spell in noticed]), f"{right} of {len(noticed)}",
             _median_and_most([spell.ended_after for spell in noticed if spell.ended_after is not None]),
             sum(spell.false_alarms for spell in alike),
         ])  # fmt: skip
-    headings = ["cause", "χ", "told", "after steps", "told as", "times told", "right cause", "end told after"]
+    headings = [
+        "cause",
+        "χ",
+        "told",
+        "after steps",
+        "after s",
+        "told as",
+        "times told",
+        "right cause",
+        "end told after",
+    ]
     show(f"{num_ranks} ranks", [*headings, "false alarms"], rows)
 
 
@@ -176,10 +194,11 @@ def _median_and_most(values: Sequence[Any]) -> str:
     return f"{digits(statistics.median(values))} ({digits(max(values))})" if values else ""
 
 
-def show_cost(rounds: dict[str, Sequence[tuple[float, float]]]) -> None:
-    plain = np.array(rounds["plain"])  # [rounds, 2], as the others
+def show_cost(rounds: dict[str, Sequence[tuple[float, ...]]]) -> None:
+    plain = np.array(rounds["plain"])  # [rounds, 3], as the others
+    print(f"a watch listens to one of {np.median(rounds['watched'], axis=0)[2]:g} steps")
     for name, which in (("without a watch, again", "again"), ("with a watch", "watched")):
-        for kind, of_kind, base in zip(("wall", "CPU"), np.array(rounds[which]).T, plain.T, strict=True):
+        for kind, of_kind, base in zip(("wall", "CPU"), np.array(rounds[which]).T, plain.T, strict=False):
             low, high = bootstrap_interval((of_kind / base).tolist())
             print(
                 f"{name}, {kind} time: {np.median(of_kind / base):.4f} [{low:.4f}, {high:.4f}] of a step without, "
@@ -188,8 +207,17 @@ def show_cost(rounds: dict[str, Sequence[tuple[float, float]]]) -> None:
 
 
 def main() -> None:
-    defaults = {"ranks": [2], "noise": 0.02, "chi": [1.05, 1.1, 1.25, 1.5, 2.0, 4.0], "repeats": 2, "slow": 150}
-    defaults |= {"still": 100, "steps": 5000, "rounds": 60, "block": 50, "layers": 2, "hidden": 256, "tokens": 256}
+    defaults = {"ranks": [2], "noise": 0.02, "chi": [1.05, 1.1, 1.25, 1.5, 2.0, 4.0], "repeats": 2}
+    defaults |= {
+        "slow": 1000,
+        "still": 800,
+        "steps": 40_000,
+        "rounds": 20,
+        "block": 200,
+        "layers": 2,
+        "hidden": 256,
+        "tokens": 256,
+    }
     parser = parser_of(__doc__, **defaults, update_every=10, seed=0)
     parser.add_argument("what", choices=RUNS)
     parser.add_argument("--work", choices=("virtual", "computing"), default="virtual")

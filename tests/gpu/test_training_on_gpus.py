@@ -2,6 +2,7 @@
 
 import math
 from contextlib import nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ import zeroresize as zr
 from lm_examples.llama import LlamaConfig, llama_layers, token_loss
 from zeroresize.pipeline import PipelineBalancer, move_layers, moving_during_backward
 from zeroresize.plan.strategy import LengthRange, Strategy
+from zeroresize.policy.slowness import windows
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.trainer import StrategyTrainer
 
@@ -299,7 +301,7 @@ def watch_a_slow_rank(rank, group):
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     x = torch.randn(512, WIDE, device=device_here())
     reports = []
-    with zr.watch(model, optimizer, update_every=5) as watch:
+    with patch.object(windows, "_SHARE", 1.0), zr.watch(model, optimizer, update_every=5) as watch:  # of all steps
         for step in range(140):
             if step >= 60 and rank == 1:
                 for _ in range(400):  # on the device alone: the host does not wait for it

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from zeroresize.measure import model_steps
+from zeroresize.measure import model_steps, waits
 from zeroresize.measure.model_steps import ModelSteps
 from zeroresize.utils.torch_private import hooks_of
 
@@ -120,6 +120,21 @@ def num_hooks(model):
     kinds = ("forward", "forward_pre", "backward")
     of_modules = sum(len(hooks_of(module, kind)) for module in model.modules() for kind in kinds)
     return of_modules + sum(len(p._post_accumulate_grad_hooks or {}) for p in model.parameters())
+
+
+def test_of_steps_that_are_left_out_nothing_is_timed(clock, steps_of):
+    model = model_of(clock)
+    steps = steps_of(model)
+    for number in range(3):
+        model(torch.randn(2, 4)).sum().backward()
+        (step,) = steps.end_step(goes_on=False)
+        assert (step.busy_s, step.inputs, step.products_s) == (6.0, 8.0, 6.0)
+        steps.pause()
+        assert steps._timer not in [reference() for reference in waits._listeners]
+        for _ in range(number):
+            model(torch.randn(2, 4)).sum().backward()
+        clock.advance(100.0)
+        steps.begin_step()
 
 
 @pytest.mark.parametrize("ends", ["close", "garbage"])

@@ -1,7 +1,7 @@
 """Exchanges what the ranks' steps take, and says in the log who is slow: for ``zr.watch``, and a balancer that is off.
 
-Numbers go out every so many steps, while training goes on, and are asked for at the end of every step: nobody waits.
-So the same rounds come to every rank in the same order, perhaps a step or two apart.
+Numbers go out after every so many steps, while training goes on, and are asked for at the end of every step: nobody
+waits. So the same rounds come to every rank in the same order, perhaps a step or two apart.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zeroresize.measure.waits import Where, place_of
 from zeroresize.policy.slowness.group_slowness import TOLERANCE, GroupSlowness, WatchReport
 from zeroresize.policy.slowness.lines import lines_of, past_line
 from zeroresize.policy.slowness.surroundings import NUM_NUMBERS, Place, Surroundings
-from zeroresize.policy.slowness.windows import StepWindow, WatchedStep, usual_waits, window_of
+from zeroresize.policy.slowness.windows import Sampling, StepWindow, WatchedStep, usual_waits, window_of
 from zeroresize.resharding.agreement import text_numbers, text_of
 from zeroresize.status import RankStatus, Status
 
@@ -42,14 +42,25 @@ class SlownessWatch:
         on_status: Callable[[Status], object] | None = None,
     ) -> None:
         self._on_status = on_status if rank == 0 else None
-        self._exchange, self._rank, self._update_every = exchange, rank, update_every
+        self._exchange, self._rank = exchange, rank
         nodes = [text_of(numbers) for numbers in exchange.gather(text_numbers(socket.gethostname()))]
         self._group, self._gpu = GroupSlowness(num_ranks, tolerance, nodes), GpuReader(device)
         self._places: dict[Where, Place] = {}
         self._steps: list[WatchedStep] = []
         self._pending: deque[GatheredNumbers] = deque()
-        self._num_steps, self._is_over = 0, False
-        self._watching_s = 0.0
+        self._sampling = Sampling(update_every)
+        self._num_steps, self._num_listened, self._is_over = 0, 0, False
+        self._watching_s, self._listening_s = 0.0, 0.0
+
+    @property
+    def listens(self) -> bool:
+        """Whether the step that begins is to be listened to."""
+        return not self._is_over and self._sampling.listens_to(self._num_steps + 1)
+
+    def count_cost(self, seconds: float) -> None:
+        """Count what listening to a step has cost."""
+        self._num_listened += 1
+        self._listening_s += seconds
 
     def end_step(self, read: Iterable[WatchedStep]) -> None:
         """Count a step that is over; ``read`` are the steps whose times could be read since the last call."""
@@ -61,10 +72,11 @@ class SlownessWatch:
         try:
             while self._pending and self._pending[0].has_ended:
                 self._take(self._pending.popleft().take())
-            if self._num_steps % self._update_every == 0:
+            while self._sampling.ends_window(self._num_steps):
+                cost_s = self._listening_s / self._num_listened if self._num_listened else math.nan
                 window = window_of(self._steps, self._num_steps)
-                numbers = [*window.as_numbers(), *self._surroundings().as_numbers()]
-                self._steps = []
+                numbers = [cost_s, *window.as_numbers(), *self._surroundings().as_numbers()]
+                self._steps, self._num_listened, self._listening_s = [], 0, 0.0
                 # Never left out: the ranks' rounds meet in the order in which they are started.
                 self._pending.append(GatheredNumbers(self._exchange.group, numbers))
         except RuntimeError as error:
@@ -110,10 +122,9 @@ class SlownessWatch:
         self._pending.clear()
 
     def _take(self, rows: Sequence[Sequence[float]]) -> None:
-        events = self._group.update(
-            [StepWindow.of_numbers(numbers[:-NUM_NUMBERS]) for numbers in rows],
-            [Surroundings.of_numbers(numbers[-NUM_NUMBERS:]) for numbers in rows],
-        )
+        windows = [StepWindow.of_numbers(numbers[1:-NUM_NUMBERS]) for numbers in rows]
+        self._sampling.take(max(cost_s for cost_s, *_ in rows), min(window.step_s for window in windows))
+        events = self._group.update(windows, [Surroundings.of_numbers(numbers[-NUM_NUMBERS:]) for numbers in rows])
         if self._rank == 0 and (events or self._on_status is not None):
             report = self.report()
             if self._on_status is not None:

@@ -1,12 +1,13 @@
 """Times the steps of any model by hooks, on one rank: busy, waiting, before its forward, and in matrix products.
 
-Layers and results stay as they are. What is heard all the time are the model's own forward, the first gradients of a
-backward, and the optimizer's steps; the modules that multiply matrices only in one step of some.
+Layers and results stay as they are. What is heard are the model's own forward, the first gradients of a backward, and
+waits; the modules that multiply matrices only in one step of some.
 """
 
 from __future__ import annotations
 
 import math
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,6 +44,10 @@ class ModelSteps:
     """Times the steps of a model on this rank, from :meth:`end_step` to :meth:`end_step`.
 
     Evaluation counts as what passes before a forward, and a forward is one that autograd records.
+
+    Attributes:
+        listens: whether a step is timed now; else hooks return at once, and no wait is heard.
+        close: takes back all hooks, and times nothing more.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -66,17 +71,18 @@ class ModelSteps:
             model.register_forward_pre_hook(
                 _calling(reference, ModelSteps._work_begins), prepend=True, with_kwargs=True
             ),
-            model.register_forward_hook(_hear_of_backward),
+            model.register_forward_hook(_calling(reference, ModelSteps._hear_of_backward)),
         ]
         learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for parameter in _some(learning, _MOST_PARAMETERS):
             handles.append(parameter.register_post_accumulate_grad_hook(_backward_is_under_way))
-        self._close = weakref.finalize(self, _detach, self._timer, handles, self._timing)
-        self._close.atexit = False
-        self._begin_step()
+        self.close = weakref.finalize(self, _detach, self._timer, handles, self._timing)
+        self.close.atexit = False
+        self.listens = True
+        self.begin_step()
 
-    def end_step(self, work: float = math.nan) -> list[WatchedStep]:
-        """End a step, of so much work, and begin the next one; return the steps that can be read without waiting.
+    def end_step(self, work: float = math.nan, *, goes_on: bool = True) -> list[WatchedStep]:
+        """End a step, of so much work, and begin the next if it ``goes_on``; return the steps that can be read now.
 
         A step without any work of the model, such as that of another model's optimizer, is told as well.
         """
@@ -85,14 +91,20 @@ class ModelSteps:
         steps = self._timer.end_step()
         read = [self._described(*each) for each in zip(steps, self._timer.waits, strict=True)]
         self._num_steps, self._inputs = self._num_steps + 1, 0
-        self._begin_step()
+        if goes_on:
+            self.begin_step()
         return read
 
-    def close(self) -> None:
-        """Take back all hooks, and time nothing more."""
-        self._close()
+    def pause(self) -> None:
+        """Time nothing until :meth:`begin_step`."""
+        self.listens = False
+        waits.stop_listening(self._timer)
 
-    def _begin_step(self) -> None:
+    def begin_step(self) -> None:
+        """Begin a step."""
+        if not self.listens:
+            self.listens = True
+            waits.listen(self._timer)
         self._timer.begin_step()
         if self._num_steps % _TIMED_EVERY == _TIMED_EVERY // 2:
             reference = weakref.ref(self)
@@ -121,6 +133,12 @@ class ModelSteps:
     def _product_ends(self, *_: Any) -> None:
         self._timer.product_ends()
 
+    def _hear_of_backward(self, _module: nn.Module, _given: Any, result: Any) -> None:
+        """The gradient of a model's result tells that a backward has begun."""
+        tensor = next((tensor for tensor in tensors_in(result) if tensor.requires_grad), None)
+        if torch.is_grad_enabled() and tensor is not None:
+            tensor.register_hook(_backward_is_under_way)
+
 
 def _detach(timer: StepTimer, *handles: list[RemovableHandle]) -> None:
     timer.close()
@@ -136,23 +154,16 @@ def _remove(handles: list[RemovableHandle]) -> None:
 def _calling(reference: weakref.ref[ModelSteps], method: Callable[..., None]) -> Callable[..., None]:
     def call(*given: Any) -> None:
         steps = None if torch.compiler.is_compiling() else reference()  # compiled code hears nothing of this
-        if steps is not None:
+        if steps is not None and steps.listens:
+            began = time.perf_counter()
             method(steps, *given)
+            waits.spend(began)
 
     return call
 
 
 def _backward_is_under_way(_: Tensor) -> None:
     waits.watch_end_of_backward()
-
-
-def _hear_of_backward(module: nn.Module, args: Any, result: Any) -> None:
-    """The gradient of a model's result tells that a backward has begun."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return
-    tensor = next((tensor for tensor in tensors_in(result) if tensor.requires_grad), None)
-    if tensor is not None:
-        tensor.register_hook(_backward_is_under_way)
 
 
 def _some(known: Sequence[_T], most: int) -> list[_T]:

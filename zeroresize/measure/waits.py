@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -70,6 +71,8 @@ class WaitListener(Protocol):
         """Hear that a watched backward has ended, after its last wait."""
 
 
+#: Seconds that listening to training has taken in this process.
+spent_s = 0.0
 #: A tuple, which is quick to go through.
 _listeners: tuple[weakref.ref[WaitListener], ...] = ()
 _inside = threading.local()
@@ -82,6 +85,12 @@ def listen(listener: WaitListener) -> None:
     global _listeners
     _watch_torch_distributed()
     _listeners += (weakref.ref(listener, _forget),)
+
+
+def spend(began: float) -> None:
+    """Count the time since ``began`` as spent on listening."""
+    global spent_s
+    spent_s += time.perf_counter() - began
 
 
 def place_of(where: Where) -> Place:
@@ -123,7 +132,8 @@ def watch_end_of_backward() -> None:
     _inside.backward = backward
     if getattr(_inside, "wait", False):  # the end of the last backward failed, so its second callback never ran
         _leave()
-    call_at_end_of_backward(_end_of_backward_begins)
+    if _listeners:
+        call_at_end_of_backward(_end_of_backward_begins)
 
 
 def _end_of_backward_begins() -> None:
@@ -141,16 +151,20 @@ def _end_of_backward_ends() -> None:
 
 
 def _enter(where: Where = None) -> None:
+    began = time.perf_counter()
     _inside.wait = True
     _inside.listeners = [listener for reference in _listeners if (listener := reference()) is not None]
     for listener in _inside.listeners:
         listener.wait_begins(where)
+    spend(began)
 
 
 def _leave() -> None:
+    began = time.perf_counter()
     for listener in _inside.listeners:
         listener.wait_ends()
     _inside.wait = False
+    spend(began)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""A rank's steps in a row: its usual times, as a few numbers that the ranks exchange, and what they tell of a delay.
+"""A rank's steps: which are timed, their usual times as a few numbers that the ranks exchange, and what delays them.
 
 ``R`` ranks of the group.
 """
@@ -6,15 +6,23 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
+from zeroresize.policy import FEW
 from zeroresize.policy.tensor.estimation.times import LEAST_SECONDS, MOST_SECONDS, StepTimes
 from zeroresize.utils.usual import usual_of
 
 _TimedT = TypeVar("_TimedT", "WatchedStep", "StepWindow")
 
+#: Which share of the time may be spent on listening to steps, by a count that sees about two thirds of it.
+_SHARE = 0.002
+#: A rank that becomes ten times as slow is told after ten times as long, so it is not to take for ever.
+_MOST_STRIDE = 32
+#: What a window has cost decides on the one that begins so many windows later: by then its numbers have come.
+_LAG = 4
 #: "compute" stands for products and the rest together, where products were not timed; "link" for what lasts longer
 #: between ranks, though none is late.
 Cause = Literal["products", "rest", "loader", "compute", "link"]
@@ -74,6 +82,46 @@ class StepWindow:
     def computing_s(self) -> float:
         """Seconds from the beginning of the model's forward on, without waits."""
         return self.busy_s - self.loader_s
+
+
+class Sampling:
+    """Decides which steps make windows, by what listening to them has cost in earlier ones: all of them at first.
+
+    Windows begin and end at the same steps on all ranks. Where the numbers that decide on one come late to a rank, it
+    listens to as many steps as in the window before, and ends late.
+    """
+
+    def __init__(self, steps_of_window: int) -> None:
+        self._steps_of_window = steps_of_window
+        self._number, self._begin = 0, 1  # the present window, and its first step
+        #: Of the present window and, as far as is known, those that follow: one of so many steps is listened to.
+        self._strides, self._latest = deque([1] * _LAG), 1
+        self._costs_s = deque[float](maxlen=FEW)
+
+    def listens_to(self, step: int) -> bool:
+        """Return whether step number ``step``, from 1 on, is listened to; it lies in the present window.
+
+        The place within each stretch of steps moves on: of ten that are listened to no more than six lie at the same
+        place of any period, so what a rank does in each second or tenth step is not taken for usual.
+        """
+        stride = self._strides[0] if self._strides else self._latest
+        stretch, place = divmod(step - self._begin, stride)
+        return place == (self._number * self._steps_of_window + stretch) // 2 % stride
+
+    def ends_window(self, step: int) -> bool:
+        """Return whether the present window is over after ``step``, and if so go on with the next."""
+        if not self._strides or step + 1 < self._begin + self._steps_of_window * self._strides[0]:
+            return False
+        self._begin += self._steps_of_window * self._strides.popleft()
+        self._number += 1
+        return True
+
+    def take(self, cost_s: float, step_s: float) -> None:
+        """Take what a window has told, if anything: the cost of listening to a step, and the seconds of a usual one."""
+        if math.isfinite(cost_s) and step_s > 0.0:
+            self._costs_s.append(cost_s)
+            self._latest = min(max(math.ceil(usual_of(self._costs_s) / (_SHARE * step_s)), 1), _MOST_STRIDE)
+        self._strides.append(self._latest)
 
 
 def at_work(timed: _TimedT, work: float) -> _TimedT:
