@@ -143,7 +143,7 @@ def measure_cost(training: Training, arguments: argparse.Namespace, tell: Tell) 
         elapsed_s, cpu_s = time.perf_counter() - began, time.thread_time() - cpu_began
         stride = 0.0
         if watch is not None and watch._slowness is not None:
-            stride = float(watch._slowness._sampling.strides[0])
+            stride = float(next(iter(watch._slowness._sampling.strides), 0))
             watch.close()
         return elapsed_s / arguments.block, cpu_s / arguments.block, stride
 
