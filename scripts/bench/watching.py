@@ -32,7 +32,7 @@ from zeroresize.utils.texts import digits
 
 #: What slows a rank, and what a watch calls it.
 CAUSES = {"products": "products", "loader": "loader", "host": "rest", "link": "link", "rows": ""}
-_WARM_UP = 1500
+_WARM_UP = 2000
 #: Of exchanges, after which a watch listens to no more steps than its cost allows.
 _FIRST_WINDOWS = 8
 Tell = Callable[[Any], None]
@@ -76,7 +76,7 @@ def run_spell(
     """Train for a while with nobody slow, with ``victim`` slow, and again with nobody slow."""
     known = set(seen(watch, victim))
     for phase, num_steps in (
-        ("before", int(draw.integers(250, 400))),
+        ("before", int(draw.integers(300, 500))),
         ("slow", arguments.slow),
         ("after", arguments.still),
     ):
@@ -209,8 +209,8 @@ def show_cost(rounds: dict[str, Sequence[tuple[float, ...]]]) -> None:
 def main() -> None:
     defaults = {"ranks": [2], "noise": 0.02, "chi": [1.05, 1.1, 1.25, 1.5, 2.0, 4.0], "repeats": 2}
     defaults |= {
-        "slow": 1000,
-        "still": 800,
+        "slow": 1500,
+        "still": 1000,
         "steps": 40_000,
         "rounds": 20,
         "block": 200,
