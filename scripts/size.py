@@ -25,13 +25,13 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 55_592,
+    "package lines": 55_796,
     "package files": 321,
-    "package code lines": 36_361,
-    "tests lines": 55_005,
-    "examples lines": 14_583,
-    "docs lines": 4_907,
-    "tuning constants": 161,
+    "package code lines": 36_504,
+    "tests lines": 55_364,
+    "examples lines": 14_728,
+    "docs lines": 4_927,
+    "tuning constants": 164,
 }
 
 

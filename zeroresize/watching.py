@@ -70,8 +70,9 @@ def watch(
             each.
         process_group: the ranks that are compared, which should do equal work, or count it (:meth:`Watch.count`), or a
             one-dimensional ``DeviceMesh`` of them; None for all ranks of the job.
-        update_every: steps between two exchanges of numbers, of those that are listened to: one of so many, 32 at most,
-            that a watch takes about half a percent of the time, all at first. Slowness is told once it has lasted for two of them.
+        update_every: steps between two exchanges of numbers, of those that are listened to: all at first, then one of
+            so many, 32 at most, that a watch takes about half a percent of the time. Slowness is told once it has
+            lasted for two exchanges.
         tolerance: by which share of the others' time a rank's own work must take longer, at least.
         on_status: called on rank 0 of the group with each new :meth:`Watch.status`, such as a
             :class:`~zeroresize.telemetry.JsonLinesTelemetry`, which ``zeroresize live`` reads.

@@ -1,4 +1,4 @@
-"""Which steps a watch listens to: as many as its cost allows, without a rhythm, in windows that are those of all ranks."""
+"""Which steps a watch listens to: as many as its cost allows, without a rhythm, in the same windows on all ranks."""
 
 import itertools
 import math
