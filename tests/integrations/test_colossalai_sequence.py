@@ -1,5 +1,7 @@
 """Colossal-AI's sequence parallelism: what its layers gather and scatter balanced ones do, and which heads stay."""
 
+import logging
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -106,7 +108,7 @@ def test_a_ring_keeps_its_layers(rank, group):
 @on_ranks(4)
 def test_units_stay_by_name_where_attention_exchanges_heads_and_columns_are_lent(rank, group):
     host, run = (boosted(group, llama(), sequence="all_to_all", sp_size=2) for _ in range(2))
-    with caught_log_lines() as lines:
+    with caught_log_lines(logging.DEBUG) as lines:
         zr.convert(run.model)
     assert rank or any("q_proj has seq_parallel_mode='all_to_all'" in line for line in lines)
     assert len(balanced_layers(run.model)) == 14 and not owned_segments(balanced_layers(run.model))
