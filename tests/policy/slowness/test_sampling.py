@@ -11,21 +11,23 @@ from zeroresize.policy.slowness.windows import _LAG, _MOST_STRIDE, _SHARE, Sampl
 STEPS_OF_WINDOW = 10
 
 
-def listened(sampling, steps, told=(0.0003, 0.02)):
-    """Which of these steps are listened to, while what each window has told comes as soon as it is over."""
+def listened(sampling, steps, numbers=(0.0003, 0.02)):
+    """Which of these steps are listened to, while what each window has numbers comes as soon as it is over."""
     heard = []
     for step in steps:
         if sampling.listens_to(step):
             heard.append(step)
         while sampling.ends_window(step):
-            sampling.take(*told)
+            sampling.take(*numbers)
     return heard
 
 
-def settled_stride(*told):
+def settled_stride(*numbers):
     """One of how many steps is listened to in the end."""
     num_steps = 100 * STEPS_OF_WINDOW * _MOST_STRIDE
-    late = [step for step in listened(Sampling(STEPS_OF_WINDOW), range(1, num_steps + 1), told) if step > num_steps / 2]
+    late = [
+        step for step in listened(Sampling(STEPS_OF_WINDOW), range(1, num_steps + 1), numbers) if step > num_steps / 2
+    ]
     return num_steps / 2 / len(late)
 
 
