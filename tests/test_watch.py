@@ -1,8 +1,10 @@
 """watch(): who is slow on real ranks, under whatever shards the model, and that nothing else changes."""
 
 import gc
+import itertools
 import time
 import types
+from contextlib import ExitStack
 from unittest.mock import patch
 
 import pytest
@@ -14,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroresize as zr
-from zeroresize.measure import clocks, waits
+from zeroresize import watching
+from zeroresize.measure import clocks, model_steps, waits
 from zeroresize.measure.model_steps import ModelSteps
 from zeroresize.policy.slowness import windows
 from zeroresize.utils.torch_private import hooks_of
@@ -281,6 +284,26 @@ def test_all_ranks_listen_to_the_same_few_steps_and_tell_of_all(run_ranks):
     assert slow.cost_s == pytest.approx(slow.num_steps * 0.3, rel=0.2)
     assert not any(report.slow for report in reports[:450])
     assert "as fast as the others again" in ends and reports[-1].slow == () and reports[-1].step > 900 - 30
+
+
+def test_what_others_spend_in_steps_that_are_left_out_is_no_cost_of_a_watch(run_ranks):
+    def run(rank, group):
+        readings = itertools.count()
+        each_takes_1_ms = types.SimpleNamespace(perf_counter=lambda: 0.001 * next(readings))
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(windows, "_SHARE", 0.02))
+            for module in (waits, model_steps, watching):
+                stack.enter_context(patch.object(module, "time", each_takes_1_ms))
+            virtual = Virtual(group)
+            for _ in range(150):
+                if not virtual.watch._steps.listens:
+                    waits.spent_s += 100.0
+                virtual.step()
+                virtual.wait()
+            return virtual.watch._slowness._sampling._latest
+
+    strides = run_ranks(run, 2, timeout_s=60)
+    assert 1 < strides[0] == strides[1] < windows._MOST_STRIDE
 
 
 @pytest.mark.slow

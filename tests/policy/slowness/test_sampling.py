@@ -12,7 +12,7 @@ STEPS_OF_WINDOW = 10
 
 
 def listened(sampling, steps, numbers=(0.0003, 0.02)):
-    """Which of these steps are listened to, while what each window has numbers comes as soon as it is over."""
+    """Which of these steps are listened to, while the numbers of each window come as soon as it is over."""
     heard = []
     for step in steps:
         if sampling.listens_to(step):
