@@ -28,7 +28,7 @@ LIMITS = {
     "package lines": 55_796,
     "package files": 321,
     "package code lines": 36_504,
-    "tests lines": 55_391,
+    "tests lines": 55_400,
     "examples lines": 14_728,
     "docs lines": 4_927,
     "tuning constants": 164,
