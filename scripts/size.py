@@ -25,12 +25,12 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 55_828,
+    "package lines": 55_796,
     "package files": 321,
-    "package code lines": 36_523,
-    "tests lines": 55_408,
-    "examples lines": 14_730,
-    "docs lines": 4_928,
+    "package code lines": 36_504,
+    "tests lines": 55_400,
+    "examples lines": 14_728,
+    "docs lines": 4_927,
     "tuning constants": 164,
 }
 

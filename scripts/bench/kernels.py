@@ -128,13 +128,11 @@ def floor(which: str, matrices: Mapping[str, Tensor], plan: LayerPlan) -> Run:
 
 
 def by_torch(kernels: ModuleType, which: str, matrices: Mapping[str, Tensor], plan: LayerPlan | None) -> Run:
-    """A product; that of dw reads the columns of x that the forward of layers has gathered."""
     x_TK, w_NK, dy_TN = matrices["x"], matrices["w"], matrices["dy"]
-    x_kept = x_TK if kernels is gathering or plan is None else plan.kept.of(x_TK)
     return {
         "forward": lambda: kernels.forward(x_TK, w_NK, None, plan, Probes()),
         "dgrad": lambda: kernels.dgrad(dy_TN, w_NK, plan, None, Probes()),
-        "wgrad": lambda: kernels.wgrad(dy_TN, x_kept, plan, None, Probes()),
+        "wgrad": lambda: kernels.wgrad(dy_TN, x_TK, plan, None, Probes()),
     }[which]
 
 

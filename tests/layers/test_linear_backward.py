@@ -3,7 +3,6 @@
 import itertools
 
 import pytest
-import torch
 from helpers.on_ranks import on_ranks
 from helpers.parallel_layers import HIDDEN, IN, Comparison, PrunedPair, plan_keeping, randn, seeded_linear
 from torch import Tensor
@@ -14,10 +13,8 @@ from zeroresize.kernels.probe import ProductProbe
 from zeroresize.layers import functional
 
 
-@on_ranks(2, [({0, 3, 4},), ({1, 2, 3},), (None,)])
-def test_of_x_no_more_than_its_kept_columns_is_held_for_backward(rank, group, kept):
-    """Those that forward has gathered, else x by reference; w by reference."""
-
+@on_ranks(2)
+def test_nothing_but_x_and_w_by_reference_is_held_for_backward(rank, group):
     def history(y):
         """The Functions of the package behind ``y``, whose attributes could hold tensors as well."""
         nodes = [y.grad_fn]
@@ -30,16 +27,11 @@ def test_of_x_no_more_than_its_kept_columns_is_held_for_backward(rank, group, ke
     pair = PrunedPair(group)
     for layer, num_columns in [(pair.model[0], IN), (pair.model[2], HIDDEN // 2)]:
         saved = []
-        layer.plan = kept and plan_keeping(kept, num_columns)
         x = randn(4, 5, num_columns).requires_grad_()
         with saved_tensors_hooks(lambda tensor, saved=saved: saved.append(tensor) or tensor, lambda tensor: tensor):
             y = layer(x)
-        of_x, weight = saved
-        assert weight.data_ptr() == layer.weight.data_ptr() and weight.shape == layer.weight.shape
-        if kept == {0, 3, 4}:
-            assert torch.equal(of_x, x.flatten(0, 1)[:, sorted(kept)]) and of_x.untyped_storage().nbytes() == 4 * 20 * 3
-        else:
-            assert of_x.data_ptr() == x.data_ptr() and of_x.numel() == x.numel()
+        assert sorted(t.data_ptr() for t in saved) == sorted(t.data_ptr() for t in (x, layer.weight))
+        assert sorted(t.shape for t in saved) == sorted(t.shape for t in (x, layer.weight))
         assert not any(isinstance(value, Tensor) for node in history(y) for value in vars(node).values())
 
 

@@ -7,11 +7,9 @@ A *product* is one of y = x wᵀ, dx = dy w and dw = dyᵀ x as a layer carries 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from torch import Tensor
-
-_ResultT = TypeVar("_ResultT")
 
 
 class ProductProbe:
@@ -70,7 +68,7 @@ class Probes:
         """Return whether a probe of this kind is attached."""
         return any(isinstance(probe, kind) for probe in self._probes)
 
-    def product(self, kernel: Callable[..., _ResultT], *operands: Any) -> _ResultT:
+    def product(self, kernel: Callable[..., Tensor], *operands: Any) -> Tensor:
         """Carry out ``kernel(*operands, gemm)``, where ``gemm`` is how the kernel must multiply (these probes)."""
         for probe in self._probes:
             probe.product_begins()

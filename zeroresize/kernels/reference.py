@@ -18,13 +18,10 @@ from zeroresize.plan.layer import LayerPlan
 
 
 def forward(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None, plan: LayerPlan | None, gemm: Probes) -> Tensor:
-    """Return y_TN = x[:, keep] · w[:, keep]ᵀ + bias; without a plan ``x`` may have any leading dimensions.
-
-    For ``x`` may also stand its kept columns alone, [T, P], as in :func:`wgrad`.
-    """
+    """Return y_TN = x[:, keep] · w[:, keep]ᵀ + bias; without a plan ``x`` may have any leading dimensions."""
     if plan is None:
         return gemm(F.linear, x_TK, w_NK, bias_N)
-    return gemm(F.linear, _kept_of(x_TK, plan), plan.kept.of(w_NK), bias_N)
+    return gemm(F.linear, plan.kept.of(x_TK), plan.kept.of(w_NK), bias_N)
 
 
 def dgrad(dy_TN: Tensor, w_NK: Tensor, plan: LayerPlan | None, last_dx_TK: Tensor | None, gemm: Probes) -> Tensor:
@@ -52,17 +49,12 @@ def wgrad(dy_TN: Tensor, x_TK: Tensor, plan: LayerPlan | None, last_dw_NK: Tenso
     if plan is None:
         return gemm(torch.matmul, dy_TN.t(), x_TK)
     dw_NP, whole = _room(dy_TN.shape[1], dy_TN, plan)
-    operands = dy_TN.t(), _kept_of(x_TK, plan)
+    operands = dy_TN.t(), plan.kept.of(x_TK)
     if dy_TN.is_cpu:  # where few columns are kept, in down to three quarters of the time
         dw_NP.copy_(gemm(_transposed_product, *operands).t())
     else:
         gemm(partial(torch.mm, out=dw_NP), *operands)
     return _impute(whole(), dw_NP, plan, last_dw_NK)
-
-
-def _kept_of(x: Tensor, plan: LayerPlan) -> Tensor:
-    """The kept columns of x [T, K]; those that are given alone, [T, P], are they already."""
-    return x if x.shape[1] == plan.keep_P.numel() else plan.kept.of(x)
 
 
 def _transposed_product(a: Tensor, b: Tensor) -> Tensor:

@@ -30,7 +30,6 @@ class Implementation:
         name: for log lines; a calibration holds for the implementation that it was made with.
         is_fused: whether products gather and fill inside the multiplication, without calling ``gemm``. All of
             a product then counts as multiplying.
-        takes_kept: whether ``forward`` and ``wgrad`` also take the kept columns of x alone, [T, P], for x.
     """
 
     name: str
@@ -39,13 +38,10 @@ class Implementation:
     dgrad_by_columns: Callable[..., Tensor]
     wgrad: Callable[..., Tensor]
     is_fused: bool = False
-    takes_kept: bool = False
 
 
 #: Plain torch, for every device and dtype.
-REFERENCE = Implementation(
-    "reference", reference.forward, reference.dgrad, reference.dgrad_by_columns, reference.wgrad, takes_kept=True
-)
+REFERENCE = Implementation("reference", reference.forward, reference.dgrad, reference.dgrad_by_columns, reference.wgrad)
 
 _registered: dict[tuple[str, torch.dtype], Implementation] = {}
 
@@ -104,15 +100,6 @@ def implementation_for(operand: Tensor) -> Implementation:
 def forward(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None, plan: LayerPlan | None, gemm: Probes) -> Tensor:
     """Return y_TN, as :func:`zeroresize.kernels.reference.forward` does, by the implementation for ``x_TK``."""
     return _computed("forward", gemm, x_TK, w_NK, bias_N, plan)
-
-
-def forward_and_kept(
-    x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None, plan: LayerPlan | None, gemm: Probes
-) -> tuple[Tensor, Tensor]:
-    """Return y_TN, and what :func:`wgrad` is to be given for x: its kept columns [T, P] where this gathers them."""
-    if plan is not None and plan.kept.neighbours is None and implementation_for(x_TK).takes_kept:
-        x_TK = plan.kept.of(x_TK)
-    return forward(x_TK, w_NK, bias_N, plan, gemm), x_TK
 
 
 def dgrad(dy_TN: Tensor, w_NK: Tensor, plan: LayerPlan | None, last_dx_TK: Tensor | None, gemm: Probes) -> Tensor:

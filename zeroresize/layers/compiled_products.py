@@ -116,7 +116,7 @@ def _graph_begins() -> bool:
 def _forward(kind: Any, x: Tensor, w_NK: Tensor, bias_N: Any, number: Tensor, is_training: bool, sums: bool) -> Any:
     layer = _layers[int(number)]
     how = layer.compiled_forward_begins(x, is_training, sums)
-    y, _, kept = kind(x, w_NK, bias_N, how)
+    y, kept = kind(x, w_NK, bias_N, how)
     return y.contiguous(), layer.forwards.number_of(how.plan, how.loans, kept)
 
 

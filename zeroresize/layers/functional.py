@@ -1,9 +1,8 @@
 """Column- and row-parallel linear products as autograd Functions: whole, or resized by a plan.
 
 ``T`` tokens, ``K`` input and ``N`` output features on this rank, ``P`` of the K columns kept. Between forward and
-backward a Function holds the plan's indices (its lineage), ``w`` by reference, and ``x`` so, or the kept columns of it
-that its forward has gathered. A receiver of a row-parallel layer's columns also holds the columns of the owner's x that
-it was sent.
+backward a Function holds ``x`` and ``w`` by reference and the plan's indices (its lineage), but no pruned copies. A
+receiver of a row-parallel layer's columns also holds the columns of the owner's x that it was sent.
 """
 
 from __future__ import annotations
@@ -116,12 +115,11 @@ def row_parallel_products(x: Tensor, w_NK: Tensor, bias_N: Tensor | None, how: P
 
 
 def column_forward(x, w_NK, bias_N, how):
-    """Compute (y [..., N], what backward is given for x, nothing more that it needs) of a column-parallel layer."""
+    """Compute (y [..., N], nothing more that backward needs) of a column-parallel layer, outside of autograd."""
     if how.loans is None:
-        y, x_kept = _forward(x, w_NK, bias_N, how)
-        return _as_output(y, x), x_kept, []
+        return _as_output(_forward(x, w_NK, bias_N, how), x), []
     x_TK = _as_tokens(x)
-    return _as_output(how.loans.column_forward(x_TK, lambda: _forward(x_TK, w_NK, bias_N, how)[0]), x), x, []
+    return _as_output(how.loans.column_forward(x_TK, lambda: _forward(x_TK, w_NK, bias_N, how)), x), []
 
 
 def column_backward(dy, x, w_NK, kept, how, needed):
@@ -133,8 +131,7 @@ def column_backward(dy, x, w_NK, kept, how, needed):
     dy_TN = _as_tokens(dy)
     # The same layout as Colossal-AI's: the layout decides the order in which a product or a sum adds up.
     packed_dy_TN, x_TK = dy_TN.contiguous(), _as_tokens(x).contiguous()
-    shape = torch.Size((*dy.shape[:-1], w_NK.shape[1]))
-    parts = _parts(shape, how)
+    parts = _parts(x.shape, how)
     own_dgrad = (lambda: _dgrad(dy_TN, w_NK, how, parts)) if needs_dx else None
     own_wgrad = (lambda: _wgrad(packed_dy_TN, x_TK, w_NK, how, parts)) if needs_dw else None
     if how.loans is not None:
@@ -153,37 +150,34 @@ def column_backward(dy, x, w_NK, kept, how, needed):
             db_N[part.features] += packed_dy_TN[how.shared.place_of(part, "TN")].sum(dim=0)
     if work is not None:
         work.wait()
-    return dx if dx is None else dx.view(shape), dw_NK, db_N
+    return dx if dx is None else dx.view(x.shape), dw_NK, db_N
 
 
 def row_forward(x, w_NK, bias_N, how):
-    """Compute (y [..., N], summed over the group, what backward is given for x, what else) of a row-parallel layer."""
+    """Compute (the sum over the group of y [..., N], what backward needs besides x and w) of a row-parallel layer."""
     if bias_N is not None:
         bias_N = bias_N / group_size(how.process_group)
-    x_kept, kept = x, []
     x = _without_others(x, x.shape, how)
-    if how.loans is not None:
-        x_TK = _as_tokens(x)
-        y, kept = how.loans.row_forward(x_TK, lambda: _forward(x_TK, w_NK, bias_N, how)[0])
-    elif how.shared is not None:
-        y, _ = _forward(x, w_NK, bias_N, how)
+    if how.loans is None:
+        y, kept = _forward(x, w_NK, bias_N, how), []
     else:
-        y, x_kept = _forward(x, w_NK, bias_N, how)
+        x_TK = _as_tokens(x)
+        y, kept = how.loans.row_forward(x_TK, lambda: _forward(x_TK, w_NK, bias_N, how))
     y = _as_output(y, x)
     if how.sums:
         all_reduce(y, how.process_group, how.loans.name if how.loans is not None else None)
-    return y, x_kept, kept
+    return y, kept
 
 
 def row_backward(dy, x, w_NK, kept, how, needed):
     """Compute (dx, dw, db) of a row-parallel layer, as :func:`column_backward`; ``kept`` is from the forward."""
     if how.needs_eager_autograd:
         require_eager_autograd()
-    dy_TN, shape = _as_tokens(dy), torch.Size((*dy.shape[:-1], w_NK.shape[1]))
-    x_TK = _as_tokens(_without_others(x, shape, how))
+    dy_TN = _as_tokens(dy)
+    x_TK = _as_tokens(_without_others(x, x.shape, how))
     needs_dx, needs_dw, needs_db = needed
     dgrad = _dgrad_by_columns if needs_dw and _lies_by_columns(x_TK) else _dgrad  # as autograd does
-    parts = _parts(shape, how)
+    parts = _parts(x.shape, how)
     own_dgrad = (lambda: dgrad(dy_TN, w_NK, how, parts)) if needs_dx else None
     own_wgrad = (lambda: _wgrad(dy_TN, x_TK, w_NK, how, parts)) if needs_dw else None
     if how.loans is not None:
@@ -192,7 +186,7 @@ def row_backward(dy, x, w_NK, kept, how, needed):
         dx = own_dgrad() if own_dgrad is not None else None
         dw_NK = own_wgrad() if own_wgrad is not None else None
     db_N = dy_TN.sum(dim=0) if needs_db else None
-    return dx if dx is None else _without_others(dx, shape, how).view(shape), dw_NK, db_N
+    return dx if dx is None else _without_others(dx, x.shape, how).view(x.shape), dw_NK, db_N
 
 
 class _Products(torch.autograd.Function):
@@ -205,8 +199,8 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w_NK, bias_N, how, forward, backward):
         ctx.how, ctx.gradients = how, backward
-        y, x_kept, kept = forward(x, w_NK, bias_N, how)
-        ctx.save_for_backward(x_kept, w_NK, *kept)
+        y, kept = forward(x, w_NK, bias_N, how)
+        ctx.save_for_backward(x, w_NK, *kept)
         return y
 
     @staticmethod
@@ -217,14 +211,13 @@ class _Products(torch.autograd.Function):
 
 
 def _forward(x, w_NK, bias_N, how):
-    """(y, what backward is given for x)."""
     if (parts := _parts(x.shape, how)) is not None:
         operands, is_row = ((_as_tokens(x), "TK"), (w_NK, "NK")), how.shared.dim == 1
         of_parts = None if is_row or bias_N is None else (bias_N, "N")
         y_TN = _in_parts(kernels.forward, how, parts, "TN", *operands, of_parts, None)
-        return y_TN.add_(bias_N) if is_row and bias_N is not None else y_TN, x
+        return y_TN.add_(bias_N) if is_row and bias_N is not None else y_TN
     x = x if how.plan is None else _as_tokens(x)
-    return how.probes.product(kernels.forward_and_kept, x, w_NK, bias_N, how.plan)
+    return how.probes.product(kernels.forward, x, w_NK, bias_N, how.plan)
 
 
 def _parts(shape, how):
