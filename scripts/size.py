@@ -30,7 +30,7 @@ LIMITS = {
     "package code lines": 36_504,
     "tests lines": 55_400,
     "examples lines": 14_728,
-    "docs lines": 4_927,
+    "docs lines": 4_928,
     "tuning constants": 164,
 }
 
