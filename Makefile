@@ -55,7 +55,7 @@ help:  ## this list
 
 setup: $(STAMP)  ## create .venv and install everything, pinned (again only when the requirements change)
 
-$(STAMP): requirements/torch.txt requirements/base.txt requirements/colossalai.txt requirements/triton.txt $(PACKAGE)
+$(STAMP): requirements/torch.txt requirements/versions.txt requirements/base.txt requirements/colossalai.txt requirements/triton.txt $(PACKAGE)
 	$(call make_environment,$(VENV),-r requirements/torch.txt,-r requirements/base.txt)
 	@echo "Installing Colossal-AI"
 	@$(call pip_install,$(VENV)) --no-deps -r requirements/colossalai.txt
