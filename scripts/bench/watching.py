@@ -18,7 +18,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,7 @@ class Spell:
     told_cause: str = ""
     told_times: float = 1.0
     ended_after: int | None = None
-    false_alarms: int = 0
+    false_alarms: list[str] = field(default_factory=list)  # what was said, and when
 
 
 def find(training: Training, arguments: argparse.Namespace, tell: Tell) -> None:
@@ -93,7 +93,7 @@ def run_spell(
                 if new == victim and phase == "slow":
                     spell.told_after, spell.told_after_s = step + 1, clocks.CpuClock().mark() - began
                 else:
-                    spell.false_alarms += 1
+                    spell.false_alarms.append(f"{spell.cause} {spell.chi:g}, {phase}, step {step + 1}: {slow[new]}")
             if victim in slow and phase == "slow" and spell.told_after is not None:
                 spell.told_cause, spell.told_times = slow[victim].cause, slow[victim].times
             if victim in known - set(slow) and phase == "after":
@@ -174,7 +174,7 @@ def show_spells(spells: Sequence[Spell], num_ranks: int) -> None:
             ", ".join(sorted({spell.told_cause for spell in noticed})),
             _median_and_most([spell.told_times for spell in noticed]), f"{right} of {len(noticed)}",
             _median_and_most([spell.ended_after for spell in noticed if spell.ended_after is not None]),
-            sum(spell.false_alarms for spell in alike),
+            sum(len(spell.false_alarms) for spell in alike),
         ])  # fmt: skip
     headings = [
         "cause",
@@ -188,6 +188,7 @@ def show_spells(spells: Sequence[Spell], num_ranks: int) -> None:
         "end told after",
     ]
     show(f"{num_ranks} ranks", [*headings, "false alarms"], rows)
+    print("\n".join(alarm for spell in spells for alarm in spell.false_alarms))
 
 
 def _median_and_most(values: Sequence[Any]) -> str:
@@ -209,8 +210,8 @@ def show_cost(rounds: dict[str, Sequence[tuple[float, ...]]]) -> None:
 def main() -> None:
     defaults = {"ranks": [2], "noise": 0.02, "chi": [1.05, 1.1, 1.25, 1.5, 2.0, 4.0], "repeats": 2}
     defaults |= {
-        "slow": 1500,
-        "still": 1000,
+        "slow": 4800,
+        "still": 3200,
         "steps": 40_000,
         "rounds": 20,
         "block": 200,
