@@ -29,8 +29,8 @@ LIMITS = {
     "package files": 321,
     "package code lines": 36_504,
     "tests lines": 55_400,
-    "examples lines": 14_728,
-    "docs lines": 4_928,
+    "examples lines": 14_730,
+    "docs lines": 4_956,
     "tuning constants": 164,
 }
 
