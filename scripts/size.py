@@ -28,7 +28,7 @@ LIMITS = {
     "package lines": 55_796,
     "package files": 321,
     "package code lines": 36_504,
-    "tests lines": 55_400,
+    "tests lines": 55_403,
     "examples lines": 14_730,
     "docs lines": 4_956,
     "tuning constants": 164,
