@@ -30,7 +30,7 @@ LIMITS = {
     "package code lines": 36_504,
     "tests lines": 55_403,
     "examples lines": 14_730,
-    "docs lines": 4_956,
+    "docs lines": 4_959,
     "tuning constants": 164,
 }
 
