@@ -29,8 +29,8 @@ LIMITS = {
     "package files": 321,
     "package code lines": 36_504,
     "tests lines": 55_403,
-    "examples lines": 14_730,
-    "docs lines": 4_959,
+    "examples lines": 14_731,
+    "docs lines": 4_961,
     "tuning constants": 164,
 }
 

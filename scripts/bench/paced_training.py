@@ -21,7 +21,7 @@ from zeroresize.injection import SlowOps
 from zeroresize.measure import clocks, model_steps, waits
 
 #: Seconds by which a clock that only a step's parts move goes on when it is read: listening to a step takes a
-#: millisecond, as to one of twelve layers by the real clock, so a watch listens to one of 32.
+#: millisecond, about what it takes in a model of twelve layers by the real clock, so a watch listens to one of 32.
 _READING_S = 5e-5
 
 

@@ -188,7 +188,8 @@ def show_spells(spells: Sequence[Spell], num_ranks: int) -> None:
         "end told after",
     ]
     show(f"{num_ranks} ranks", [*headings, "false alarms"], rows)
-    print("\n".join(alarm for spell in spells for alarm in spell.false_alarms))
+    for alarm in [alarm for spell in spells for alarm in spell.false_alarms]:
+        print(alarm)
 
 
 def _median_and_most(values: Sequence[Any]) -> str:
