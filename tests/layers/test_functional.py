@@ -143,6 +143,29 @@ def test_operands_in_any_memory_layout(rank, group, kind, has_plan):
     assert_all_close(case.computed(0, group), case.expected(0))
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_gradients_of_layers_that_read_the_same_input_are_added_in_place(run_ranks, num_ranks):
+    @for_each(itertools.product(KINDS, (True, False)))
+    def check(rank, group, kind, has_plan):
+        case = Case(kind, num_ranks * [[0, 3] if has_plan else range(5)], (2, 3))
+        plan, weights = case.plan(rank) if has_plan else None, [factor * case.w_NK[rank] for factor in (1, 2, 3)]
+
+        def backward(weights):
+            x = case.x[rank].clone().requires_grad_()
+            read = x * 1
+            y = sum(products(kind, read, w_NK, None, plan, group).mul(case.dy[rank]).sum() for w_NK in weights)
+            with torch.profiler.profile() as profile:
+                y.backward()
+            return x.grad, {event.key: event.count for event in profile.key_averages()}
+
+        dx, called = backward(weights)
+        assert_close(dx, sum(backward([w_NK])[0] for w_NK in weights), rtol=1e-10, atol=1e-12)
+        if num_ranks == 1:  # a collective's thread may hold what it has summed a while longer
+            assert called["aten::add_"] == 2 and "aten::add" not in called
+
+    run_ranks(check, num_ranks)
+
+
 @on_ranks(2)
 def test_a_second_derivative_is_an_error_not_a_wrong_number(rank, group):
     x, w = (torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))

@@ -65,10 +65,10 @@ def use_triton(
     """Compute resized products by Triton wherever that was measured to be faster; needs the extra ``triton``.
 
     The first products of each shape, and of each eighth of its columns, are measured on the device, plain torch among
-    them, and the fastest is taken from then on, also by later runs: results lie in the user's cache folder. A step in
-    which something is measured takes longer, and counts so. What is taken decides how sums round. Whole products, those
-    under ``torch.use_deterministic_algorithms`` and whatever the kernels do not take are computed as before. Call it
-    alike on every rank, before training.
+    them, and the fastest is taken from then on, also by later runs, which try it first: results lie in the user's cache
+    folder. A step in which something is measured takes longer, and counts so. What is taken decides how sums round.
+    Whole products, those under ``torch.use_deterministic_algorithms`` and whatever the kernels do not take are computed
+    as before. Call it alike on every rank, before training.
 
     They are kept in ``~/.cache/zeroresize/triton-….json`` (``$XDG_CACHE_HOME``): delete it to measure anew.
 
@@ -94,7 +94,7 @@ def implementation_on(device_type: str, dtype: torch.dtype) -> Implementation:
 
 def implementation_for(operand: Tensor) -> Implementation:
     """Return the implementation that computes products of tensors like ``operand``."""
-    return _registered.get((operand.device.type, operand.dtype), REFERENCE)
+    return implementation_on(operand.device.type, operand.dtype) if _registered else REFERENCE
 
 
 def forward(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None, plan: LayerPlan | None, gemm: Probes) -> Tensor:

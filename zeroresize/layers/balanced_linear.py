@@ -448,11 +448,12 @@ class BalancedLinear:
         """Count a training forward on x, and tell who watches."""
         if self.watch_start is not None:
             self.watch_start(x)
-        self.num_tokens += math.prod(x.shape[:-1])
-        self.num_forwards += 1
-        self.num_sequences = x.shape[0] if x.ndim == 3 else 1
-        if current_backward() != -1:
-            self.num_recomputations += 1
-        self.compute_dtype = x.dtype
+        vars(self).update(
+            num_tokens=self.num_tokens + math.prod(x.shape[:-1]),
+            num_forwards=self.num_forwards + 1,
+            num_sequences=x.shape[0] if x.ndim == 3 else 1,
+            num_recomputations=self.num_recomputations + (current_backward() != -1),
+            compute_dtype=x.dtype,
+        )
         if self.watch_input is not None:
             self.watch_input(x)

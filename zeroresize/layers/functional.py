@@ -150,7 +150,7 @@ def column_backward(dy, x, w_NK, kept, how, needed):
             db_N[part.features] += packed_dy_TN[how.shared.place_of(part, "TN")].sum(dim=0)
     if work is not None:
         work.wait()
-    return dx if dx is None else dx.view(x.shape), dw_NK, db_N
+    return dx if dx is None else _as_output(dx, x), dw_NK, db_N
 
 
 def row_forward(x, w_NK, bias_N, how):
@@ -186,7 +186,7 @@ def row_backward(dy, x, w_NK, kept, how, needed):
         dx = own_dgrad() if own_dgrad is not None else None
         dw_NK = own_wgrad() if own_wgrad is not None else None
     db_N = dy_TN.sum(dim=0) if needs_db else None
-    return dx if dx is None else _without_others(dx, x.shape, how).view(x.shape), dw_NK, db_N
+    return dx if dx is None else _as_output(_without_others(dx, x.shape, how), x), dw_NK, db_N
 
 
 class _Products(torch.autograd.Function):
@@ -260,9 +260,10 @@ def _as_tokens(x):
 
 
 def _as_output(y, x):
-    """``y`` with the leading dimensions of ``x``, and not a view for autograd.
+    """``y``, or dx, with the leading dimensions of ``x``, and not a view for autograd.
 
-    Autograd forbids modifying in place a view that a Function made. Nobody else holds the memory of ``y``.
+    Autograd forbids modifying in place a view that a Function made, and adds nothing in place to a gradient that is
+    one. Nobody else holds the memory of ``y``.
     """
     return reshaped_output(y, (*x.shape[:-1], y.shape[-1]))
 

@@ -79,10 +79,11 @@ class _Step:
 
     def _count(self, kind: str, layer: str | None, where: Where, elapsed_s: float) -> None:
         self.seconds[kind] += elapsed_s
-        if kind.startswith("waits"):
+        is_wait = kind.startswith("waits")
+        if is_wait:
             self.waits[where] += elapsed_s
         if layer is not None:
-            self.layers[layer] += -elapsed_s if kind.startswith("waits") else elapsed_s
+            self.layers[layer] += -elapsed_s if is_wait else elapsed_s
 
 
 class StepTimer(ProductProbe):

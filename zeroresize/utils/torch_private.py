@@ -245,8 +245,8 @@ def is_copy_to(function: Any) -> bool:
 
 
 def reshaped_output(y: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return ``y``, whose memory nobody else holds, in another shape, and not as a view: ``ops.aten._unsafe_view``."""
-    return torch.ops.aten._unsafe_view(y, shape)
+    """Return ``y``, whose memory nobody else holds, in this shape, no view: ``_is_view``, ``ops.aten._unsafe_view``."""
+    return torch.ops.aten._unsafe_view(y, shape) if y._is_view() or y.shape != shape else y
 
 
 def scale_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
