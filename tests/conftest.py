@@ -21,16 +21,17 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
-from helpers import processes
 from hypothesis import is_hypothesis_test
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton: its kernels, without a GPU
+from helpers import processes
 
 import zeroresize as zr
 from zeroresize.measure import clocks
 from zeroresize.policy.tensor.costs import MigrationCost
 from zeroresize.utils import progress
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton: its kernels, without a GPU
 torch.set_num_threads(1)
 progress._QUIET_S = threading.TIMEOUT_MAX  # how far something is would be told by the clock
 for public in zr.__all__:  # once in each worker, not in every rank that is forked

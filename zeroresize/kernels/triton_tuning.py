@@ -32,6 +32,8 @@ FIXED: Config = (32, 32, 16, 4, 1)
 #: A sample is so many runs in a row; the fastest of so many samples counts.
 _RUNS, _SAMPLES = 5, 3
 
+#: Keys of what this process has measured, or found on file and tried.
+_run_here = set[str]()
 _best_effort = BestEffort("what Triton's products were measured to take")
 
 
@@ -44,17 +46,17 @@ def fastest(
 ) -> Config | None:
     """Return the configuration by which ``by_triton`` is fastest for a product of this shape, None for the reference.
 
-    What is not known yet is measured, but while a CUDA graph is captured, or a mode sees all operators.
+    What is not known yet is measured, and what is on file tried, but while a CUDA graph is captured, or a mode sees all
+    operators.
     """
     if triton.knobs.runtime.interpret:
         return FIXED
     key, known = _key(product, operands, plan), _known()
-    if key not in known:
-        if torch.cuda.is_current_stream_capturing() or dispatch_modes():
-            return None
-        known[key] = _measured(by_reference, by_triton)
-        _remember(key, known[key])
-    return known[key]
+    if key not in _run_here and not (torch.cuda.is_current_stream_capturing() or dispatch_modes()):
+        if key not in known or not _runs(known[key], by_triton):
+            known[key] = _measured(key, by_reference, by_triton)
+        _run_here.add(key)
+    return known.get(key)
 
 
 def uses_tf32() -> bool:
@@ -75,18 +77,28 @@ def _key(product: str, operands: tuple[Tensor, Tensor], plan: LayerPlan) -> str:
     return " ".join(map(str, what))
 
 
-def _measured(by_reference: Callable[[], Tensor], by_triton: Callable[[Config], Tensor]) -> Config | None:
-    best, least_s = None, _seconds(by_reference)
-    for config in CONFIGS:
-        try:
-            seconds = _seconds(partial(by_triton, config))
-        except (torch.OutOfMemoryError, torch.AcceleratorError):
-            raise
-        except (triton.TritonError, RuntimeError):  # as where a tile is too large, or no compiler is found
-            continue
-        if seconds < least_s:
-            best, least_s = config, seconds
+def _measured(key: str, by_reference: Callable[[], Tensor], by_triton: Callable[[Config], Tensor]) -> Config | None:
+    """The fastest, on file where any could be run at all: another host may have a compiler."""
+    runs = [config for config in CONFIGS if _runs(config, by_triton)]
+    ways: dict[Config | None, Callable[[], Tensor]] = {None: by_reference}
+    ways |= {config: partial(by_triton, config) for config in runs}
+    seconds = {config: _seconds(way) for config, way in ways.items()}
+    best = min(seconds, key=seconds.__getitem__)
+    if runs:
+        _remember(key, best)
     return best
+
+
+def _runs(config: Config | None, by_triton: Callable[[Config], Tensor]) -> bool:
+    """Whether this host can run it: a tile may be too large, or no compiler found."""
+    try:
+        if config is not None:
+            by_triton(config)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except (triton.TritonError, RuntimeError):
+        return False
+    return True
 
 
 def _seconds(run: Callable[[], Tensor]) -> float:
