@@ -7,9 +7,9 @@ a calibration at home: the last rank sleeps after each linear product, ``exact``
 bound T*, below which no division of products can be, and after how many updates from the end of the slowness all units
 are home. A step is that of the slowest rank.
 
-``dtensor`` is torch's ``parallelize_module``, ``transformers`` its own plan (4.51 or 5), ``deepspeed`` AutoTP with
-ZeRO-1, ``megatron`` Megatron-Core's GPTModel in its DistributedDataParallel. The latter two run on CPUs, with what the
-tests put in place of CUDA and of a compiler, from the project's folder.
+``dtensor`` is torch's ``parallelize_module``, ``transformers`` its own plan (4.51 or 5), ``colossalai`` ShardFormer by
+a Booster, ``deepspeed`` AutoTP with ZeRO-1, ``megatron`` Megatron-Core's GPTModel in its DistributedDataParallel. The
+latter three run on CPUs, with what the tests put in place of CUDA and of a compiler, from the project's folder.
 """
 
 from __future__ import annotations
@@ -124,6 +124,20 @@ def split_by_autotp(options: Any, device: torch.device, stack: ExitStack) -> Tra
     return Training(engine, engine.optimizer, step)
 
 
+def split_by_booster(options: Any, device: torch.device, stack: ExitStack) -> Training:
+    from helpers.colossalai_models import boosted
+
+    model, words = llama(options, device, transformers.LlamaForCausalLM), batch_of(options).to(device)
+    run = boosted(dist.group.WORLD, model, max_norm=0.0, tp_size=dist.get_world_size())
+
+    def step() -> None:
+        run.booster.backward(run.model(input_ids=words, labels=words).loss, run.optimizer)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+    return Training(run.model, run.optimizer, step)
+
+
 def split_by_megatron(options: Any, device: torch.device, stack: ExitStack) -> Training:
     from helpers.megatron_models import config_of, gpt, learner, megatron_on_cpu
     from megatron.core import parallel_state
@@ -151,6 +165,7 @@ def split_by_megatron(options: Any, device: torch.device, stack: ExitStack) -> T
 HOSTS: dict[str, Callable[[Any, torch.device, ExitStack], Training]] = {
     "dtensor": split_by_styles,
     "transformers": split_by_plan,
+    "colossalai": split_by_booster,
     "deepspeed": split_by_autotp,
     "megatron": split_by_megatron,
 }

@@ -7,8 +7,8 @@ scheme that moves products can beat), what share of the group's products is move
 the plan in force predicts. With ``--ratios`` ZERO-Rd is also pinned to each of these. Before and after, traces tell in
 how many updates the slow rank's plan settles, and is let go: what it spares the rank.
 
-With ``--blocks 1 16`` there is a copy of each mode that prunes for each length of blocks, with ``--gathering`` another
-one of each whose products gather and scatter column by column.
+With ``--blocks 1 16`` there is a copy of each mode that prunes for each length of blocks, with ``--max-ratios`` for
+each of these, and with ``--gathering`` another one of each whose products gather and scatter column by column.
 
 ``--kind contend`` makes the straggler by real competitors for its core (they slow everything, and --chi 2 and 4 mean 1
 and 3 of them). Four ranks on two cores want ``--everyone 8``: ranks that share a core slow each other, and where one
@@ -54,9 +54,10 @@ def _copies(options: Any) -> Iterator[tuple[str, dict[str, Any], type[Copy]]]:
         if mode not in PRUNING_MODES:
             yield mode, {"mode": mode}, Copy
             continue
-        for block, (how, kind) in product(options.blocks, kinds.items()):
-            name = mode if block == 1 else f"{mode}, block {block}"
-            yield name + how, {"mode": mode, "block": block}, kind
+        for most, block, (how, kind) in product(options.max_ratios, options.blocks, kinds.items()):
+            name = mode + (f", max_ratio {most:g}" if most != zr.BalanceConfig.max_ratio else "")
+            name += f", block {block}" if block != 1 else ""
+            yield name + how, {"mode": mode, "block": block, "max_ratio": most}, kind
 
 
 class Bench:
@@ -139,7 +140,8 @@ def report(bench: Bench, chi: float, seconds: dict[str, list[float]]) -> list[di
 
 def main() -> None:
     sizes = {"hidden": 768, "depth": 2, "heads": 12, "batch": 16, "everyone": 1.0, "update_every": 5, "settle": 6}
-    parser = parser_of(__doc__, **sizes, chi=[2.0, 4.0, 8.0], rounds=3, steps=6, blocks=[1], gathering=False)
+    lists = {"chi": [2.0, 4.0, 8.0], "blocks": [1], "max_ratios": [0.9]}
+    parser = parser_of(__doc__, **sizes, **lists, rounds=3, steps=6, gathering=False)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["exact", "mig", "zero-pridiff", "semi"])
     parser.add_argument("--ratios", type=float, nargs="+", default=[], help="to which zero-rd is pinned")
     parser.add_argument("--kind", choices=("sleep", "contend"), default="sleep")

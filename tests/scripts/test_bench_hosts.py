@@ -14,9 +14,9 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.transformers
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("host", ["dtensor", "transformers", "deepspeed", "megatron"])
+@pytest.mark.parametrize("host", ["dtensor", "transformers", "colossalai", "deepspeed", "megatron"])
 def test_a_host_alone_and_balanced_are_told_side_by_side(tmp_path, host):
-    if host in ("deepspeed", "megatron") and importlib.util.find_spec(host) is None:
+    if host in ("colossalai", "deepspeed", "megatron") and importlib.util.find_spec(host) is None:
         pytest.skip(f"{host} is not installed")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, "-m", "scripts.bench.hosts", "--host", host, "--quick"]
