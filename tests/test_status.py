@@ -125,6 +125,17 @@ def test_a_balancer_that_is_off_watches(run_ranks):
         assert [rank.share for rank in status.ranks] == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("mode", ["exact", "off"])
+def test_a_balancer_of_a_single_rank_counts_steps_and_says_that_there_is_no_other(run_ranks, mode):
+    def train(rank, group):
+        run = Run(group, mode=mode)
+        run.steps(7)
+        return run.balancer.status()
+
+    (status,) = run_ranks(train, 1)
+    assert status.step == 7 and status.decided == "the group has no other rank"
+
+
 def test_alone_nothing_is_known():
     model = torch.nn.Sequential(torch.nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -102,6 +102,7 @@ class Balancer(Pausable):
         self._require_no_visit("step()")
         parts, num_steps = self._parts, self._num_steps + 1
         if self._is_alone:
+            self._num_steps = num_steps
             return
         observer, decider, mover, reporter = parts.observer, parts.decider, parts.mover, parts.reporter
         is_update = num_steps % self.config.update_every == 0

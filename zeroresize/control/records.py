@@ -103,7 +103,7 @@ def status(parts: Parts, num_steps: int, state: str) -> Status:
         return status_of_watch(slowness.report(), state)
     shares = [rank.owned * (1.0 - rank.spared) + rank.borrowed for rank in decider.plan.ranks]
     report = decider.slowness.report()
-    verdict = decider.controller.verdict
+    verdict = decider.controller.verdict if parts.setup.num_ranks > 1 else "the group has no other rank"
     relief = decider.plan.description if decider.plan.relieved else ""
     return Status(
         kind="units",
