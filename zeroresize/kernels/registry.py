@@ -64,13 +64,14 @@ def use_triton(
 ) -> None:
     """Compute resized products by Triton wherever that was measured to be faster; needs the extra ``triton``.
 
-    The first products of each shape, and of each eighth of its columns, are measured on the device, plain torch among
-    them, and the fastest is taken from then on, also by later runs, which try it first: results lie in the user's cache
-    folder. A step in which something is measured takes longer, and counts so. What is taken decides how sums round.
-    Whole products, those under ``torch.use_deterministic_algorithms`` and whatever the kernels do not take are computed
-    as before. Call it alike on every rank, before training.
+    The first product of each GPU model, dtype, sizes up to the next powers of two, and eighth of the columns kept is
+    measured, by plain torch as well, and the fastest is taken from then on. A step in which something is measured takes
+    longer, and counts so. What is taken decides how sums round. Whole products, those under
+    ``torch.use_deterministic_algorithms`` and whatever the kernels do not take are computed as before. Call it alike on
+    every rank, before training.
 
-    They are kept in ``~/.cache/zeroresize/triton-….json`` (``$XDG_CACHE_HOME``): delete it to measure anew.
+    Results are kept in ``~/.cache/zeroresize/triton-….json`` (``$XDG_CACHE_HOME``), also for other hosts that share it:
+    one that cannot run them measures anew. Delete it after a change of driver.
 
     Args:
         device_type: "cuda", or what Triton's interpreter computes for (``TRITON_INTERPRET=1``): "cpu", never measured.
