@@ -25,12 +25,12 @@ PLAIN = (-1, 0, 1, 2)
 
 #: What may not be passed. It falls with what is deleted, and rises only by the growth that an issue states.
 LIMITS = {
-    "package lines": 55_813,
+    "package lines": 55_812,
     "package files": 321,
-    "package code lines": 36_513,
-    "tests lines": 55_454,
+    "package code lines": 36_512,
+    "tests lines": 55_458,
     "examples lines": 14_748,
-    "docs lines": 4_988,
+    "docs lines": 4_989,
     "tuning constants": 164,
 }
 

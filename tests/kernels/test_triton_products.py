@@ -242,6 +242,12 @@ def test_float32_is_rounded_to_tf32_only_where_torch_may():
 # ---- what is measured ------------------------------------------------------------------------------------------------
 
 
+def forget():
+    """As a new process, which has the file alone."""
+    triton_tuning._known.cache_clear()
+    triton_tuning._run_here.clear()
+
+
 class Measured:
     """A device whose products take as long as is said, of which it keeps count."""
 
@@ -253,8 +259,7 @@ class Measured:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         monkeypatch.setattr(triton_tuning, "_seconds", lambda run: run())
         self._seconds = seconds
-        triton_tuning._known.cache_clear()
-        triton_tuning._run_here.clear()
+        forget()
 
     def fastest(self, tokens=8, product="forward", num_kept=12):
         operands = torch.empty(tokens, 16), torch.empty(4, 16)
@@ -272,8 +277,7 @@ class Measured:
 @pytest.fixture
 def measured(monkeypatch, tmp_path):
     yield lambda seconds: Measured(monkeypatch, tmp_path, seconds)
-    triton_tuning._known.cache_clear()
-    triton_tuning._run_here.clear()
+    forget()
 
 
 def test_the_fastest_is_taken_and_measured_once(measured, tmp_path):

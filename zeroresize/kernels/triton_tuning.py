@@ -79,7 +79,7 @@ def _key(product: str, operands: tuple[Tensor, Tensor], plan: LayerPlan) -> str:
 
 def _measured(key: str, by_reference: Callable[[], Tensor], by_triton: Callable[[Config], Tensor]) -> Config | None:
     """The fastest, on file where any could be run at all: another host may have a compiler."""
-    runs = [config for config in CONFIGS if _runs(config, by_triton)]
+    runs = [config for config in CONFIGS if _runs(config, by_triton)]  # and is compiled
     ways: dict[Config | None, Callable[[], Tensor]] = {None: by_reference}
     ways |= {config: partial(by_triton, config) for config in runs}
     seconds = {config: _seconds(way) for config, way in ways.items()}
@@ -102,7 +102,6 @@ def _runs(config: Config | None, by_triton: Callable[[Config], Tensor]) -> bool:
 
 
 def _seconds(run: Callable[[], Tensor]) -> float:
-    run()  # compiles
     samples = []
     for _ in range(_SAMPLES):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
